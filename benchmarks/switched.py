@@ -127,8 +127,8 @@ class Switched:
         """Time steps without hooks and recorder, while the threads wait."""
         exporter, journal = self._process._exporter, self._process._journal
         recorded = exporter.emitted, len(journal._entries)
-        self._process._hooks.close()
-        self._process._counters.remove()
+        self._process._observation.remove_hooks()
+        self._process._observation._counters.remove()
         for owner, name in self._owners:
             setattr(owner, name, None)
         self._step()
@@ -138,8 +138,8 @@ class Switched:
         result = (time.perf_counter() - began) / count, (time.process_time() - processor_began) / count
         for owner, name in self._owners:
             setattr(owner, name, self._recorder)
-        self._process._install_hooks()
-        self._process._counters.install()
+        ending = self._process._ending
+        self._process._observation.install_hooks(ending.fail, ending.end_cell)
         if (exporter.emitted, len(journal._entries)) != recorded:
             raise RuntimeError("something was recorded while telemetry was off")
         return result

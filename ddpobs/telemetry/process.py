@@ -8,10 +8,9 @@ import secrets
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,29 +26,19 @@ from ddpobs.export.spool import folder_of
 from ddpobs.never_raises import never_raises
 from ddpobs.ranks.rendezvous import Rendezvous
 from ddpobs.ranks.run_identity import RunIdentity
-from ddpobs.recording.activity import ActivityWatch
-from ddpobs.recording.code_samples import FIRST_LOOKS_S, CodeSamples
-from ddpobs.recording.collective_hooks import CollectiveHooks
 from ddpobs.recording.counter_reader import CounterReader
-from ddpobs.recording.failure import UncaughtErrors, propagating, uncaught
-from ddpobs.recording.interactive_session import InteractiveSession
+from ddpobs.recording.failure import propagating, uncaught
 from ddpobs.recording.journal import Journal
 from ddpobs.recording.last_place import FOLDER, LastPlace
-from ddpobs.recording.loader_hooks import LoaderHooks
-from ddpobs.recording.machine_state import MachineState
 from ddpobs.recording.module_recorder import ModuleRecorder
-from ddpobs.recording.nvidia_device import watch_device
-from ddpobs.recording.pipeline_hooks import PipelineHooks
 from ddpobs.recording.place_file import LAUNCH, PlaceIdentity, Slot
-from ddpobs.recording.process_hooks import ProcessHooks
-from ddpobs.recording.pulses import Pulses
 from ddpobs.recording.start_up import start_up
 from ddpobs.recording.termination import Termination
-from ddpobs.recording.unreduced import UnreducedGradients
 from ddpobs.recovery import recover
 from ddpobs.steps.account import Account
 from ddpobs.steps.raw_step import RawStep
 from ddpobs.telemetry.ending import Ending
+from ddpobs.telemetry.observation import Observation
 from ddpobs.telemetry.step_flow import StepFlow, has_passed
 from ddpobs.terminal.announcer import Announcer
 from ddpobs.torch_seam.collectives import backend_of, ranks_of
@@ -60,6 +49,15 @@ _CLOSE_S = 0.2
 """Longest time that an exit waits for a read from the store, which a stopped process may never answer."""
 _PARENT_S = 0.5
 """Longest time that an exit waits until torchrun's agent, which looks every 0.1 s, has noted how a dead rank ended."""
+
+
+class _Job(NamedTuple):
+    """Where this process stands in its job, and the key of its batches."""
+
+    rank: int
+    world_size: int
+    source: str
+    host: str
 
 
 class Telemetry:
@@ -83,26 +81,25 @@ class Telemetry:
     ) -> None:
         self._config = config
         self._clock = clock_for(device.type, device)
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        rank, world_size, source = dist.get_rank(), dist.get_world_size(), secrets.token_hex(8)
         self._world = weakref.ref(dist.group.WORLD)
-        self._source = secrets.token_hex(8)
         self._recorders: list[ModuleRecorder] = []
         self._modules = 0
         self._run = ""
         self._exporter = Exporter(config, self._encode, partial(has_passed, self._clock))
         self._rendezvous = Rendezvous(
             config,
-            self._rank,
-            self._world_size,
+            rank,
+            world_size,
             generation,
             self._identify,
             parameters=self._parameters,
             compared=ranks_of(group),
         )
-        self._announcer = Announcer(config, self._rank, self._world_size, lambda: self._exporter.first_answer)
+        self._announcer = Announcer(config, rank, world_size, lambda: self._exporter.first_answer)
         labels = {name: text for name, text in (("tags", ",".join(config.tags)), ("note", config.note)) if text}
         hello = describe_process(device, backend_of(group, device), {**settings, **labels})
-        self._host = hello.host
+        self._job = _Job(rank, world_size, source, hello.host)
         self._flow = StepFlow(config, self._clock, self._exporter.offer, Account(start_up(is_first=generation == 1)))
         self._encoder = BatchEncoder(
             hello,
@@ -111,41 +108,23 @@ class Telemetry:
             self._exporter.count_lost,
             self._flow.account_with,
         )
-        self._place = LastPlace(folder_of(config.spool) / FOLDER, self._source)
+        self._place = LastPlace(folder_of(config.spool) / FOLDER, source)
         self._place_seen_ns = 0
-        self._counters = CounterReader()
+        counters = CounterReader()
         self._journal = Journal(
             self._clock,
             self._step_closed,
             config.queue_records,
             self._flow.caught_up,
             self._place.slots,
-            counters=self._counters,
+            counters=counters,
         )
         self._journal.evaluating = self._evaluating
-        self._device = watch_device(device, config.pulse_s)
-        self._machine = MachineState(self._counters.quota, self._device.state if self._device else dict[str, Any])
-        self._observe(ActivityWatch(config.hang_after_s, asynchronous=device.type != "cpu"))
-        self._start()
-
-    def _observe(self, watch: ActivityWatch) -> None:
-        """Create what looks at the training, and what notices its end."""
-        config, journal = self._config, self._journal
-        self._loaders = LoaderHooks(journal, self._event)
-        self._pipelines = PipelineHooks(journal, self._event)
-        self._unreduced = UnreducedGradients(journal, self._event)
-        self._samples = CodeSamples(journal, config.traceback)
-        self._pulses = Pulses(
-            journal,
-            self._recorders,
-            watch,
-            self._event,
-            self._look_at_machine,
-            samples=self._samples,
-            inputs=self._loaders.counts,
-        )
-        self._ending = Ending(config, journal, self._place, self._exporter, self._pulses, self._finish)
+        self._observation = Observation(config, device, self._journal, counters, self._recorders, self._event)
+        pulses = self._observation.pulses
+        self._ending = Ending(config, self._journal, self._place, self._exporter, pulses, self._finish)
         self._termination = Termination(self._ending.terminate, self._ending.interrupt)
+        self._start()
 
     def _start(self) -> None:
         never_raises(self._rendezvous.open)()
@@ -153,38 +132,20 @@ class Telemetry:
         self._exporter.call_every(_LOOK_S, self._find_identity)
         self._exporter.call_every(min(pulse_s, flush_s / 2), self._journal.catch_up)
         self._exporter.call_every(pulse_s, self._pulse)
-        self._exporter.call_every(FIRST_LOOKS_S, lambda: DONE if self._samples.look() else None)
         self._exporter.call_every(pulse_s, self._recover_if_stuck)
         # Twice per flush: a batch's steps are compared before the next batch, since a short run has few batches.
         self._exporter.call_every(flush_s / 2, self._compare)
-        self._exporter.call_every(pulse_s, self._loaders.report_repeated_order)
         self._exporter.call_every(pulse_s, self._flush_fingerprints)
         self._exporter.call_every(pulse_s, lambda: DONE if self._announcer.look() else None)
-        self._exporter.call_every(pulse_s, lambda: DONE if self._pipelines.install() else None)
+        self._observation.schedule(self._exporter)
         self._announcer.start()
         self._exporter.start()
-        self._install_hooks()
-        self._counters.install()
+        self._observation.install_hooks(self._ending.fail, self._ending.end_cell)
+        self._observation.unreduced.install()
         self._termination.install()
-        self._unreduced.install()
         atexit.register(self.close)
         # A process that multiprocessing forked does not run atexit.
         self._at_exit = Finalize(None, self._close_in_child, exitpriority=0)
-
-    def _install_hooks(self) -> None:
-        """Install the hooks. They are removed in the reverse order: some wrap what others have wrapped."""
-        session = InteractiveSession(self._ending.end_cell)
-        self._hooks = ExitStack()
-        for hook in (
-            session,
-            UncaughtErrors(lambda: self._journal.trains_here, self._ending.fail, session.failed),
-            self._pipelines,
-            CollectiveHooks(self._journal),
-            ProcessHooks(self._journal, self._event),
-            self._loaders,
-        ):
-            hook.install()
-            self._hooks.callback(hook.remove)
 
     @property
     def current(self) -> bool:
@@ -199,9 +160,9 @@ class Telemetry:
     def recorder(self, module: torch.nn.Module, group_ranks: Sequence[int], name: str | None = None) -> ModuleRecorder:
         """Create a recorder for one more DDP module, over these ranks."""
         ranks = len(group_ranks)
-        self._pipelines.install()
+        self._observation.pipelines.install()
         recorder = ModuleRecorder(
-            _module_number(self._modules, group_ranks, self._world_size),
+            _module_number(self._modules, group_ranks, self._job.world_size),
             module,
             self._journal,
             name=name,
@@ -209,8 +170,8 @@ class Telemetry:
             offer=self._exporter.offer,
             readiness_every=self._config.readiness_every,
             # Ranks of separate groups may hold different parts of a model.
-            fingerprint_every=self._config.fingerprint_every if 1 < ranks == self._world_size else 0,
-            unreduced=self._unreduced if ranks > 1 else None,
+            fingerprint_every=self._config.fingerprint_every if 1 < ranks == self._job.world_size else 0,
+            unreduced=self._observation.unreduced if ranks > 1 else None,
         )
         self._modules += 1
         self._recorders.append(recorder)
@@ -236,12 +197,12 @@ class Telemetry:
         """
         atexit.unregister(self.close)
         self._at_exit.cancel()
-        self._hooks.close()
+        self._observation.remove_hooks()
         error = error or uncaught()
         if error is not None:
             self._ending.fail(error)
         self._ending.end()
-        self._counters.close()
+        self._observation.close()
         self._termination.remove()
 
     def _close_in_child(self) -> None:
@@ -251,13 +212,10 @@ class Telemetry:
     def _finish(self, kind: str, deadline: float) -> None:
         """Flush: steps, the last event, unless it was sent or `kind` is empty, and the places of other processes."""
         self._flow.finished = finished = self._ending.outcome == "finished"
-        self._samples.end()
-        if not finished:
-            self._pulses.end()
+        self._observation.end(finished)
         self._journal.finish()
-        self._unreduced.remove()
+        self._observation.flush()
         self._flush_fingerprints()
-        self._loaders.report_repeated_order()
         for recorder in self._recorders:
             recorder.batch_cut()
         if finished:
@@ -268,9 +226,7 @@ class Telemetry:
             self._announce_end(deadline)
         self._rendezvous.close(_CLOSE_S)
         self._place.close()
-        self._counters.remove()
-        if self._device is not None:
-            self._device.stop()
+        self._observation.stop()
 
     @never_raises
     def _announce_end(self, deadline: float) -> None:
@@ -315,9 +271,10 @@ class Telemetry:
         return DONE if self._rendezvous.find_identity() else None
 
     def _identify(self, shared: RunIdentity) -> None:
-        self._exporter.identify(Identity(**shared, source=self._source, rank=self._rank, world_size=self._world_size))
-        self._run, rank, size = shared["run"], self._rank, self._world_size
-        self._place.identify(PlaceIdentity(**shared, source=self._source, rank=rank, world_size=size, host=self._host))
+        rank, world_size, source, host = self._job
+        self._exporter.identify(Identity(**shared, source=source, rank=rank, world_size=world_size))
+        self._place.identify(PlaceIdentity(**shared, source=source, rank=rank, world_size=world_size, host=host))
+        self._run = shared["run"]
         self._recover()
         self._announcer.identify(self._run)
 
@@ -328,14 +285,10 @@ class Telemetry:
         ]
 
     def _pulse(self) -> None:
-        pulse = self._pulses.look(self._rendezvous.processes)
-        self._exporter.offer_latest(pulse, urgent=self._pulses.is_urgent)
+        pulses = self._observation.pulses
+        pulse = pulses.look(self._rendezvous.processes)
+        self._exporter.offer_latest(pulse, urgent=pulses.is_urgent)
         self._rendezvous.publish_pulse(pulse, self._ending.outcome)
-
-    @never_raises
-    def _look_at_machine(self) -> wire.Machine:
-        self._counters.look()
-        return self._machine.look()
 
     def _recover_if_stuck(self) -> None:
         """Look for dead processes of this host if training recorded nothing since the last look."""

@@ -1,0 +1,133 @@
+"""What observes the training of a process: hooks into its code, and probes of its place and machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from ddpobs import wire
+from ddpobs.config import TelemetryConfig
+from ddpobs.export.exporter import DONE, Exporter
+from ddpobs.never_raises import never_raises
+from ddpobs.recording.activity import ActivityWatch
+from ddpobs.recording.code_samples import FIRST_LOOKS_S, CodeSamples
+from ddpobs.recording.collective_hooks import CollectiveHooks
+from ddpobs.recording.counter_reader import CounterReader
+from ddpobs.recording.failure import UncaughtErrors
+from ddpobs.recording.interactive_session import InteractiveSession
+from ddpobs.recording.journal import Journal
+from ddpobs.recording.loader_hooks import LoaderHooks
+from ddpobs.recording.machine_state import MachineState
+from ddpobs.recording.module_recorder import ModuleRecorder
+from ddpobs.recording.nvidia_device import watch_device
+from ddpobs.recording.pipeline_hooks import PipelineHooks
+from ddpobs.recording.process_hooks import ProcessHooks
+from ddpobs.recording.pulses import Pulses
+from ddpobs.recording.unreduced import UnreducedGradients
+
+Event = Callable[[str, int, dict[str, wire.Scalar]], None]
+"""Takes an event of now: its kind, the number of its step, and its detail."""
+
+
+class Observation:
+    """Observes the training of one process.
+
+    Args:
+        config: The settings.
+        device: Device of the first module's parameters.
+        journal: Takes what the hooks report.
+        counters: Counters that the journal reads.
+        recorders: The DDP modules of the process; the list changes.
+        event: Takes the events.
+
+    Attributes:
+        pulses: Looks at the place of the training.
+        unreduced: Looks for optimizer steps on gradients that were never reduced.
+        pipelines: Hooks of torch's pipelines.
+    """
+
+    def __init__(  # noqa: PLR0917
+        self,
+        config: TelemetryConfig,
+        device: torch.device,
+        journal: Journal,
+        counters: CounterReader,
+        recorders: list[ModuleRecorder],
+        event: Event,
+    ) -> None:
+        self._journal, self._counters, self._event, self._pulse_s = journal, counters, event, config.pulse_s
+        self._hooks = ExitStack()
+        self._loaders = LoaderHooks(journal, event)
+        self._samples = CodeSamples(journal, config.traceback)
+        self._device = watch_device(device, config.pulse_s)
+        self._machine = MachineState(counters.quota, self._device.state if self._device else dict[str, Any])
+        self.pipelines = PipelineHooks(journal, event)
+        self.unreduced = UnreducedGradients(journal, event)
+        self.pulses = Pulses(
+            journal,
+            recorders,
+            ActivityWatch(config.hang_after_s, asynchronous=device.type != "cpu"),
+            event,
+            self._look_at_machine,
+            samples=self._samples,
+            inputs=self._loaders.counts,
+        )
+
+    def schedule(self, exporter: Exporter) -> None:
+        """Let the exporter's thread look for what no hook reports."""
+        exporter.call_every(FIRST_LOOKS_S, lambda: DONE if self._samples.look() else None)
+        exporter.call_every(self._pulse_s, self._loaders.report_repeated_order)
+        exporter.call_every(self._pulse_s, lambda: DONE if self.pipelines.install() else None)
+
+    def install_hooks(self, fail: Callable[[BaseException], None], end_cell: Callable[[], None]) -> None:
+        """Install the hooks, outside of which training looks as without telemetry.
+
+        Args:
+            fail: Takes the error that ends the training.
+            end_cell: Called when an interrupt ended a cell of a notebook.
+        """
+        session = InteractiveSession(end_cell)
+        for hook in (
+            session,
+            UncaughtErrors(lambda: self._journal.trains_here, fail, session.failed),
+            self.pipelines,
+            CollectiveHooks(self._journal),
+            ProcessHooks(self._journal, self._event),
+            self._loaders,
+        ):
+            hook.install()
+            self._hooks.callback(hook.remove)
+        self._counters.install()
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks in the reverse order: the loaders' wrap functions that the process's have wrapped."""
+        self._hooks.close()
+
+    def end(self, finished: bool) -> None:
+        """Report what is under way at the end; without `finished` also a last pulse."""
+        self._samples.end()
+        if not finished:
+            self.pulses.end()
+
+    def flush(self) -> None:
+        """Report what is known only when every step has been replayed."""
+        self.unreduced.remove()
+        self._loaders.report_repeated_order()
+
+    def stop(self) -> None:
+        """End the probes. The counters can be read until `close`."""
+        self._counters.remove()
+        if self._device is not None:
+            self._device.stop()
+
+    def close(self) -> None:
+        """Release the counters."""
+        self._counters.close()
+
+    @never_raises
+    def _look_at_machine(self) -> wire.Machine:
+        self._counters.look()
+        return self._machine.look()
