@@ -7,6 +7,17 @@ from typing import Any
 
 from ddpobs.errors import HorovodInternalError, MismatchError
 from ddpobs.horovod import elastic
+from ddpobs.horovod.allreduce import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+)
 from ddpobs.horovod.backends import (
     ccl_built,
     cuda_built,
@@ -26,18 +37,8 @@ from ddpobs.horovod.broadcast import (
     broadcast_parameters,
 )
 from ddpobs.horovod.collectives import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
     allgather,
     allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
     alltoall,
     alltoall_async,
     barrier,
@@ -47,19 +48,15 @@ from ddpobs.horovod.collectives import (
     broadcast_async_,
     grouped_allgather,
     grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
-    sparse_allreduce_async,
 )
 from ddpobs.horovod.compression import Compression
 from ddpobs.horovod.handle import poll, synchronize
 from ddpobs.horovod.launch import run
+from ddpobs.horovod.operations import Adasum, Average, Max, Min, Product, Sum
 from ddpobs.horovod.optimizer import DistributedOptimizer, join
 from ddpobs.horovod.process import (
     ProcessSet,

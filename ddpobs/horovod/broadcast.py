@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 from ddpobs.errors import HorovodError
 from ddpobs.horovod import agreement
 from ddpobs.horovod.calls import Call, described
-from ddpobs.horovod.collectives import start, start_broadcast
+from ddpobs.horovod.collectives import start_broadcast
 from ddpobs.horovod.failures import failures_as_internal_errors
+from ddpobs.horovod.operations import start
 from ddpobs.horovod.process import ProcessSet, global_process_set
 
 

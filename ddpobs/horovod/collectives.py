@@ -7,269 +7,30 @@ handle cannot. Every rank makes the same calls in the same order. `name` is comp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddpobs.errors import HorovodError
-from ddpobs.horovod import agreement
 from ddpobs.horovod.agreement import Agreement
+from ddpobs.horovod.allreduce import allreduce, start_allreduce
 from ddpobs.horovod.calls import Call, described, described_rows
 from ddpobs.horovod.compression import Compression, Compressor
-from ddpobs.horovod.dtypes import as_movable, check_reducible
+from ddpobs.horovod.dtypes import as_movable
 from ddpobs.horovod.handle import Handle, synchronize, wait_for
+from ddpobs.horovod.operations import (
+    Average,
+    Sum,
+    differentiable,
+    merge,
+    numbered,
+    start,
+    sum_or_average,
+    write_back,
+)
 from ddpobs.horovod.process import ProcessSet, global_process_set
-
-Average, Sum, Adasum, Min, Max, Product = "Average", "Sum", "Adasum", "Min", "Max", "Product"
-_TORCH_OPS = {
-    Average: dist.ReduceOp.SUM,  # gloo has no average.
-    Sum: dist.ReduceOp.SUM,
-    Min: dist.ReduceOp.MIN,
-    Max: dist.ReduceOp.MAX,
-    Product: dist.ReduceOp.PRODUCT,
-}
-
-
-def check_op(op: str | None, average: bool | None = None) -> str:
-    """Return the chosen operation; Average by default.
-
-    Raises:
-        HorovodError: The operation does not exist or is not supported, or both `op` and `average` were given.
-    """
-    if average is not None:
-        if op is not None:
-            raise HorovodError("give either op or average (which Horovod deprecates), not both")
-        return Average if average else Sum
-    if op == Adasum:
-        raise HorovodError("Adasum is not supported: use op=Average, with the learning rate scaled by size()")
-    if op is not None and op not in _TORCH_OPS:
-        raise HorovodError(f"op: expected one of {', '.join(_TORCH_OPS)}, got {op!r}")
-    return op or Average
-
-
-def sum_or_average(op: str | None, function: str) -> str:
-    """Return the chosen operation of a function that supports only Sum and Average.
-
-    Args:
-        op: The user's choice; Average by default.
-        function: The function's name, for the message.
-
-    Raises:
-        HorovodError: Another operation.
-    """
-    op = check_op(op)
-    if op not in (Sum, Average):
-        raise HorovodError(f"{function}: expected op Sum or Average, got {op}")
-    return op
-
-
-def start(call: Call, process_set: ProcessSet) -> Agreement:
-    """Return when this rank may start a collective, on which all ranks agree.
-
-    Returns:
-        For its `Handle`, and with its process group.
-
-    Raises:
-        MismatchError: The ranks called different ones. Raised on every rank.
-        HorovodInternalError: A rank has left, or did not come in time.
-    """
-    agreed = agreement.of(process_set)
-    agreed.check(call)
-    return agreed
-
-
-# ---------------------------------------------------------------------- allreduce
-
-
-def allreduce_async_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Start a reduction in place, over the set's ranks.
-
-    Args:
-        tensor: A tensor of the same shape on every rank.
-        average: Horovod's older form of `op`.
-        name: Compared between the ranks.
-        op: Average, Sum, Min, Max or Product.
-        prescale_factor: Factor before the reduction.
-        postscale_factor: Factor after the reduction.
-        process_set: The ranks that take part.
-
-    Raises:
-        HorovodError: The operation does not exist, or this rank is not in the set.
-        MismatchError: The ranks' tensors or arguments differ. Raised on every rank, here or by the handle.
-    """
-    (handle,) = _reduce("allreduce", [tensor], name, op, prescale_factor, postscale_factor, process_set, average)
-    return handle
-
-
-def _reduce(
-    function: str,
-    tensors: Sequence[torch.Tensor],
-    name: str | None,
-    op: str | None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    average: bool | None = None,
-    compression: type[Compressor] = Compression.none,
-) -> list[Handle]:
-    """Start reductions in place, on which the ranks agree together."""
-    op = check_op(op, average)
-    prescale_factor, postscale_factor = float(prescale_factor), float(postscale_factor)
-    compressor = compression if isinstance(compression, type) else type(compression)
-    parts = [part for tensor in tensors for part in (tensor.dtype, tensor.shape, tensor.is_cuda)]
-    key = (function, name, op, prescale_factor, postscale_factor, compressor, *parts)
-
-    def build() -> Call:
-        factors = (prescale_factor, postscale_factor)
-        settings = (("op", op), ("factors", factors), ("compression", compressor))
-        return Call(function, name, settings, tuple([described(tensor) for tensor in tensors]))
-
-    agreed = agreement.of(process_set)
-    agreed.check(key, build)
-    for tensor in tensors:
-        check_reducible(tensor.dtype, op, function, agreed.group)
-    return [_start_reduction(tensor, op, prescale_factor, postscale_factor, agreed) for tensor in tensors]
-
-
-def _start_reduction(
-    tensor: torch.Tensor, op: str, prescale_factor: float, postscale_factor: float, agreed: Agreement
-) -> Handle:
-    group = agreed.group
-    with torch.no_grad():
-        _scale(tensor, prescale_factor)
-        dense = tensor.detach().contiguous()
-        work = dist.all_reduce(dense, _TORCH_OPS[op], group=group, async_op=True)
-
-    def finish() -> torch.Tensor:
-        with torch.no_grad():
-            if op == Average:
-                is_integer = not (dense.is_floating_point() or dense.is_complex())
-                dense.div_(group.size(), rounding_mode="trunc" if is_integer else None)
-            _scale(dense, postscale_factor)
-            return _write_back(tensor, dense)
-
-    return Handle([work], finish, agreed, tensor.is_cuda)
-
-
-def _scale(tensor: torch.Tensor, factor: float) -> None:
-    """Multiply in place; integers lose the fraction, as in Horovod."""
-    if factor == 1.0:
-        return
-    if tensor.is_floating_point() or tensor.is_complex():
-        tensor.mul_(factor)
-    else:
-        tensor.copy_(tensor.double() * factor)
-
-
-def _write_back(tensor: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-    """Copy the result into a tensor that is not contiguous, because backends write contiguous memory only."""
-    if not tensor.is_contiguous():
-        with torch.no_grad():
-            tensor.copy_(dense)
-    return tensor
-
-
-def allreduce_async(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Handle:
-    """As `allreduce_async_`, into a new tensor."""
-    return allreduce_async_(tensor.detach().clone(), *args, **kwargs)
-
-
-def allreduce_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """As `allreduce_async_`, but waits."""
-    return synchronize(allreduce_async_(tensor, *args, **kwargs))  # type: ignore[no-any-return]
-
-
-def allreduce(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """As `allreduce_async_`, with compression, into a new tensor; its gradient is reduced the same way."""
-    settings = (check_op(op, average), prescale_factor, postscale_factor, process_set)
-
-    def reduce(value: torch.Tensor) -> torch.Tensor:
-        small, context = compression.compress(value.detach().clone())
-        (handle,) = _reduce("allreduce", [small], name, *settings, compression=compression)
-        return compression.decompress(handle.wait(), context)
-
-    return _differentiable(tensor, reduce, lambda gradient: allreduce(gradient, None, None, compression, *settings))
-
-
-def grouped_allreduce_async_(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: str | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """As `allreduce_async_` for each; the result is a list."""
-    factors = (prescale_factor, postscale_factor)
-    return _merge(_reduce("grouped_allreduce", tensors, name, op, *factors, process_set, average))
-
-
-def grouped_allreduce_async(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Handle:
-    """As `allreduce_async` for each; the result is a list."""
-    return grouped_allreduce_async_([tensor.detach().clone() for tensor in tensors], *args, **kwargs)
-
-
-def grouped_allreduce_(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-    """As `grouped_allreduce_async_`, but waits."""
-    return synchronize(grouped_allreduce_async_(tensors, *args, **kwargs))  # type: ignore[no-any-return]
-
-
-def grouped_allreduce(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> list[torch.Tensor]:
-    """As `allreduce` for each."""
-    return [allreduce(tensor, average, _numbered(name, i), *args, **kwargs) for i, tensor in enumerate(tensors)]
-
-
-def _numbered(name: str | None, index: int) -> str | None:
-    """The name of one of several tensors."""
-    return None if name is None else f"{name}.{index}"
-
-
-def sparse_allreduce_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    op: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Start the Sum or Average of sparse tensors, into a new tensor.
-
-    Raises:
-        HorovodError: Another operation.
-    """
-    op = sum_or_average(op, "sparse_allreduce_async")
-    agreed = start(Call("sparse_allreduce", name, (("op", op),), (described(tensor),)), process_set)
-    check_reducible(tensor.dtype, op, "sparse_allreduce", agreed.group)
-    total = tensor.detach().coalesce().clone()
-    work = dist.all_reduce(total, group=agreed.group, async_op=True)
-    return Handle([work], lambda: total / process_set.size() if op == Average else total, agreed, tensor.is_cuda)
-
-
-# ---------------------------------------------------------------------- other collectives
 
 
 def allgather_async(
@@ -311,21 +72,21 @@ def allgather(
         part: torch.Tensor = mean.split(lengths)[process_set.rank()]
         return part.reshape(tensor.shape)
 
-    return _differentiable(tensor, gather, back)
+    return differentiable(tensor, gather, back)
 
 
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """As `allgather_async` for each; the result is a list."""
-    return _merge([allgather_async(tensor, _numbered(name, i), process_set) for i, tensor in enumerate(tensors)])
+    return merge([allgather_async(tensor, numbered(name, i), process_set) for i, tensor in enumerate(tensors)])
 
 
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """As `allgather` for each."""
-    return [allgather(tensor, _numbered(name, i), process_set) for i, tensor in enumerate(tensors)]
+    return [allgather(tensor, numbered(name, i), process_set) for i, tensor in enumerate(tensors)]
 
 
 def broadcast_async_(
@@ -340,7 +101,7 @@ def start_broadcast(tensor: torch.Tensor, root_rank: int, agreed: Agreement) -> 
     """Start a broadcast on which the ranks have agreed."""
     dense = tensor.detach().contiguous()
     work = dist.broadcast(as_movable(dense), root_rank, group=agreed.group, async_op=True)
-    return Handle([work], lambda: _write_back(tensor, dense), agreed, tensor.is_cuda)
+    return Handle([work], lambda: write_back(tensor, dense), agreed, tensor.is_cuda)
 
 
 def broadcast_async(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Handle:
@@ -362,7 +123,7 @@ def broadcast(
         mean = allreduce(gradient, op=Average, process_set=process_set)
         return mean if dist.get_rank() == root_rank else torch.zeros_like(mean)
 
-    return _differentiable(tensor, lambda value: broadcast_(value.detach().clone(), root_rank, name, process_set), back)
+    return differentiable(tensor, lambda value: broadcast_(value.detach().clone(), root_rank, name, process_set), back)
 
 
 def alltoall_async(
@@ -427,7 +188,7 @@ def alltoall(
     def back(gradient: torch.Tensor) -> torch.Tensor:
         return alltoall(gradient, received[0], process_set=process_set)[0]  # type: ignore[no-any-return]
 
-    result = _differentiable(tensor, exchange, back)
+    result = differentiable(tensor, exchange, back)
     return result if splits is None else (result, received[0])
 
 
@@ -449,7 +210,7 @@ def _scatter(
     tensor: torch.Tensor, name: str | None, op: str | None, process_set: ProcessSet, compression: type[Compressor]
 ) -> Handle:
     op = sum_or_average(op, "reducescatter")
-    (handle,) = _reduce("reducescatter", [tensor], name, op, process_set=process_set, compression=compression)
+    (handle,) = start_allreduce("reducescatter", [tensor], name, op, process_set=process_set, compression=compression)
     index, parts = process_set.rank(), process_set.size()
     return handle.then(lambda result: result.tensor_split(parts)[index].clone())
 
@@ -474,55 +235,24 @@ def reducescatter(
         scaled = gradient * process_set.size() if op == Sum else gradient
         return allgather(scaled, process_set=process_set)
 
-    return _differentiable(tensor, reduce_scatter, back)
+    return differentiable(tensor, reduce_scatter, back)
 
 
 def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, *args: Any, **kwargs: Any
 ) -> Handle:
     """As `reducescatter_async` for each; the result is a list."""
-    return _merge([reducescatter_async(t, _numbered(name, i), *args, **kwargs) for i, t in enumerate(tensors)])
+    return merge([reducescatter_async(t, numbered(name, i), *args, **kwargs) for i, t in enumerate(tensors)])
 
 
 def grouped_reducescatter(
     tensors: Sequence[torch.Tensor], name: str | None = None, *args: Any, **kwargs: Any
 ) -> list[torch.Tensor]:
     """As `reducescatter` for each."""
-    return [reducescatter(tensor, _numbered(name, i), *args, **kwargs) for i, tensor in enumerate(tensors)]
+    return [reducescatter(tensor, numbered(name, i), *args, **kwargs) for i, tensor in enumerate(tensors)]
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every rank of the set has called this."""
     agreed = start(Call("barrier"), process_set)
     wait_for([dist.barrier(agreed.group, async_op=True)], agreed, on_gpu=torch.cuda.is_available())
-
-
-def _merge(handles: Sequence[Handle]) -> Handle:
-    first = handles[0]
-    works = [work for handle in handles for work in handle.works]
-    return Handle(works, lambda: [handle.wait() for handle in handles], first.agreed, first.on_gpu)
-
-
-def _differentiable(
-    tensor: torch.Tensor,
-    forward: Callable[[torch.Tensor], torch.Tensor],
-    backward: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    if not (tensor.requires_grad and torch.is_grad_enabled()):
-        return forward(tensor)
-    return _Collective.apply(tensor, forward, backward)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Collective(torch.autograd.Function):
-    """A collective, and the collective that computes its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, run: Any, back: Any) -> Any:
-        """Run the collective."""
-        ctx.back = back
-        return run(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Run the gradient's collective."""
-        return ctx.back(gradients[0].contiguous()), None, None

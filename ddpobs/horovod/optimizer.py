@@ -16,31 +16,40 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ddpobs.comm import name_of
-from ddpobs.comm.side_groups import get_side_group
 from ddpobs.config import TelemetryConfig, resolve
 from ddpobs.errors import HorovodError, StepOrderError
 from ddpobs.horovod import agreement
 from ddpobs.horovod.broadcast import allgather_object
 from ddpobs.horovod.calls import Call
-from ddpobs.horovod.collectives import Average, barrier, sum_or_average
+from ddpobs.horovod.collectives import barrier
 from ddpobs.horovod.compression import Compression, Compressor, factory_of
 from ddpobs.horovod.environment import with_stall_check
 from ddpobs.horovod.failures import failures_as_internal_errors
 from ddpobs.horovod.forwards import Model, watch
+from ddpobs.horovod.operations import Average, sum_or_average
+from ddpobs.horovod.optimizer_arguments import (
+    check,
+    factors,
+    frozen_parameters,
+    fusion_threshold,
+    get_own_group,
+    group_indices,
+    trained_parameters,
+)
 from ddpobs.horovod.process import ProcessSet, global_process_set, rank, size
 from ddpobs.horovod.reduction import OptimizerReducer
 from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.reducer import model_check
-from ddpobs.reducer.late_parameters import Frozen
 from ddpobs.reducer.settings import Settings
 from ddpobs.torch_seam.patching import skip_in_dynamo
 
-_FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
+_FIRST_BUCKET = 2**20
 _reducers: WeakKeyDictionary[OptimizerReducer, int] = WeakKeyDictionary()
 """Each reducer with the index of its side group."""
 _wrappers: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """Each DistributedOptimizer by the order of its construction, which is the same on all ranks."""
 _numbers, _joins = count(), count()
+
 _NOT_REDUCED = (
     "their gradients would not be reduced. Unfreeze the parameters, then wrap their optimizer in a DistributedOptimizer"
 )
@@ -80,11 +89,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         ModelsDifferError: On every rank, if the ranks' parameters or arguments differ.
     """
     skip_in_dynamo()
-    _check(optimizer, compression, backward_passes_per_step)
+    if isinstance(optimizer, _Distributed):
+        raise HorovodError("this optimizer is a DistributedOptimizer already: wrap the original optimizer")
+    check(optimizer, compression, backward_passes_per_step)
     named_parameters = None if named_parameters is None else list(named_parameters)
-    _trained_parameters(optimizer, named_parameters)
+    trained_parameters(optimizer, named_parameters)
     op = sum_or_average(op, "DistributedOptimizer")
-    _factors(op, gradient_predivide_factor, process_set.size())
+    factors(op, gradient_predivide_factor, process_set.size())
     kind: Any = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {})
     wrapper = kind(optimizer.param_groups)
     wrapper.defaults, wrapper.state = optimizer.defaults, optimizer.state
@@ -125,8 +136,8 @@ def _connect(
         ModelsDifferError: On every rank, if the ranks' parameters or arguments differ.
     """
     wrapper._passes = passes
-    parameters, names = _trained_parameters(wrapper, named_parameters)
-    frozen = _frozen_parameters(wrapper, named_parameters)
+    parameters, names = trained_parameters(wrapper, named_parameters)
+    frozen = frozen_parameters(wrapper, named_parameters)
     if not process_set.included():
         return
     call = Call("DistributedOptimizer", settings=(("has parameters to train", bool(parameters)),))
@@ -134,10 +145,10 @@ def _connect(
     if not parameters:
         wrapper._frozen = [parameter for _, parameter, _ in frozen]
         return
-    pre_divisor, post_factor = _factors(op, gradient_predivide_factor, process_set.size())
+    pre_divisor, post_factor = factors(op, gradient_predivide_factor, process_set.size())
     group = process_set.group
     dense = [False] * len(parameters)
-    fused = _group_indices(groups, parameters)
+    fused = group_indices(groups, parameters)
     settings = {
         "compression": name_of(compression),
         "op": op,
@@ -150,7 +161,7 @@ def _connect(
         "parameters": model_check.parameters(names, parameters, dense),
     }
     device = parameters[0].device
-    limit, index = model_check.check_same_everywhere(facts, (_fusion_threshold(), _free_index()), group, device)
+    limit, index = model_check.check_same_everywhere(facts, (fusion_threshold(), _free_index()), group, device)
     recorder = None
     config = resolve(telemetry, os.environ)
     if config is not None:
@@ -160,7 +171,7 @@ def _connect(
         parameters,
         names,
         dense,
-        group=_get_own_group(group, device, index),
+        group=get_own_group(group, device, index),
         comm_factory=factory_of(compression),
         settings=Settings(
             first_limits_bytes=[min(_FIRST_BUCKET, limit), limit],
@@ -367,95 +378,6 @@ def _join(reducer: OptimizerReducer, store: PrefixStore) -> int:
             return max(other for other, synchronised in enumerate(joined) if synchronised == max(joined))
 
 
-def _check(optimizer: object, compression: object, passes: Any) -> None:
-    """Refuse arguments that would fail later in training, or with an unclear message."""
-    if isinstance(optimizer, _Distributed):
-        raise HorovodError("this optimizer is a DistributedOptimizer already: wrap the original optimizer")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise HorovodError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
-        raise HorovodError(
-            "compression: expected Compression.none, Compression.fp16 or an object with compress and decompress, "
-            f"got {compression!r}"
-        )
-    if not hasattr(passes, "__index__") or passes < 1:  # NumPy's too.
-        raise HorovodError(f"backward_passes_per_step: expected a whole number, at least 1, got {passes!r}")
-
-
-def _trained_parameters(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
-) -> tuple[list[torch.nn.Parameter], list[str]]:
-    """The optimizer's parameters that require gradients, and their names."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if named_parameters is None:
-        return parameters, [f"parameter.{index}" for index in range(len(parameters))]
-    pairs = list(named_parameters)
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
-        raise HorovodError(
-            "named_parameters: expected (name, parameter) pairs, as model.named_parameters() returns them"
-        )
-    names = [name for name, _ in pairs]
-    duplicates = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if duplicates:
-        raise HorovodError(f"named_parameters: duplicate names: {', '.join(duplicates)}")
-    name_by_id = {id(parameter): name for name, parameter in pairs}
-    unnamed = [parameter for parameter in parameters if id(parameter) not in name_by_id]
-    if unnamed:
-        raise HorovodError(
-            f"named_parameters: {len(unnamed)} of the optimizer's {len(parameters)} parameters are missing in it"
-        )
-    return parameters, [name_by_id[id(parameter)] for parameter in parameters]
-
-
-def _frozen_parameters(
-    optimizer: torch.optim.Optimizer, named_parameters: Sequence[tuple[str, torch.nn.Parameter]] | None
-) -> list[Frozen]:
-    """The optimizer's parameters that require no gradient now; their gradients will travel dense."""
-    names = {id(parameter): name for name, parameter in named_parameters or ()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    first = len(parameters) - len(frozen)
-    return [
-        (names.get(id(parameter), f"parameter.{index}"), parameter, False)
-        for index, parameter in enumerate(frozen, first)
-    ]
-
-
-def _group_indices(
-    groups: int | Sequence[Sequence[torch.nn.Parameter]] | None, parameters: Sequence[torch.nn.Parameter]
-) -> list[list[int]] | None:
-    """The parameters' indices in each group; None without groups."""
-    if groups is None:
-        return None
-    if isinstance(groups, int):
-        if groups < 1:
-            raise HorovodError(f"groups: expected at least 1, got {groups}")
-        group_size = -(-len(parameters) // groups)
-        return [
-            list(range(len(parameters)))[begin : begin + group_size] for begin in range(0, len(parameters), group_size)
-        ]
-    index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
-    is_sequence = isinstance(groups, Sequence) and not isinstance(groups, str)
-    if not is_sequence or not all(isinstance(p, torch.Tensor) for group in groups for p in group):
-        raise HorovodError(f"groups: expected a number or lists of parameters, got {groups!r}")
-    indices = [[index_of[id(p)] for p in group if id(p) in index_of] for group in groups]
-    flat = [index for group in indices for index in group]
-    if len(set(flat)) < len(flat):
-        raise HorovodError("groups: a parameter may be in one group only")
-    return [group for group in indices if group]
-
-
-def _factors(op: str, predivide: float, ranks: int) -> tuple[float | None, float | None]:
-    """The divisor of gradients before the sum over the ranks, and the factor after it; None for neither."""
-    if not predivide > 0:
-        raise HorovodError(f"gradient_predivide_factor: expected a number above 0, got {predivide}")
-    if predivide == 1.0:
-        return (float(ranks) if op == Average else None), None
-    if op != Average:
-        raise HorovodError("gradient_predivide_factor is supported only with op=Average")
-    return predivide, predivide / ranks
-
-
 def _free_index() -> int:
     """The first side-group index that no optimizer uses.
 
@@ -463,26 +385,6 @@ def _free_index() -> int:
     """
     used = set(_reducers.values())
     return next(index for index in count() if index not in used)
-
-
-def _get_own_group(group: dist.ProcessGroup, device: torch.device, index: int) -> dist.ProcessGroup:
-    """Return a process group for one optimizer's gradients alone.
-
-    If a rank leaves parameters out, their bucket waits there for `synchronize`, while other ranks have launched it. On
-    a shared process group the bucket could meet a collective that the script calls in between: a metric's mean, or
-    another optimizer's bucket.
-    """
-    return group if group.size() == 1 else get_side_group(group, device, -1 - index)
-
-
-def _fusion_threshold() -> int:
-    """Largest bucket in bytes: HOROVOD_FUSION_THRESHOLD, else DDP's; Horovod's 128 MB would prevent overlap."""
-    text = os.environ.get("HOROVOD_FUSION_THRESHOLD")
-    if text is None:
-        return _BUCKET
-    if not text.isdigit():
-        raise HorovodError(f"HOROVOD_FUSION_THRESHOLD: expected a number of bytes, got {text!r}")
-    return int(text)
 
 
 def _observe(optimizer: Any, group: dist.ProcessGroup, config: TelemetryConfig, passes: int) -> ModuleRecorder:

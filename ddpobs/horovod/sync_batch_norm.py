@@ -9,7 +9,8 @@ from torch import nn
 from typing_extensions import override
 
 from ddpobs.errors import HorovodError
-from ddpobs.horovod.collectives import Sum, allreduce
+from ddpobs.horovod.allreduce import allreduce
+from ddpobs.horovod.operations import Sum
 from ddpobs.horovod.process import ProcessSet, global_process_set
 
 
