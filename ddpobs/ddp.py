@@ -22,8 +22,8 @@ from ddpobs.errors import ConfigError, DataParallelError
 from ddpobs.reducer import model_check, pipeline_steps
 from ddpobs.reducer.ddp_logger import Logger
 from ddpobs.reducer.late_parameters import Frozen
-from ddpobs.reducer.module_reducer import ModuleReducer
 from ddpobs.reducer.settings import Settings
+from ddpobs.reducer.torch_members import TorchReducer
 from ddpobs.torch_seam.bucket_caps import BucketCaps
 from ddpobs.torch_seam.patching import skip_in_dynamo
 
@@ -202,7 +202,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 parameter._idx = index  # type: ignore[attr-defined]
         pipeline_steps.install()  # Before telemetry, so that a schedule's recorded step holds the wait for the buckets.
         self._recorder = self._join_telemetry()
-        self.reducer = ModuleReducer(
+        self.reducer = TorchReducer(
             parameters,
             _names(self.module, parameters),
             expect_sparse_gradient or [False] * len(parameters),

@@ -1,20 +1,20 @@
-"""The reducer that torch's DDP module code sees, with the members of torch's C++ reducer."""
+"""The reduction of a DDP module: follows the module's forward calls, and rebuilds the buckets once."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from operator import attrgetter
 from threading import get_ident
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
 from ddpobs.buckets.bucket import Bucket
-from ddpobs.comm import AllReduce, CommFactory, CommHook, GradBucket
+from ddpobs.comm import CommFactory, CommHook
 from ddpobs.errors import ReducerError
 from ddpobs.reducer import model_check, pipeline_steps, shared_parameters, zero_participation
 from ddpobs.reducer.ddp_timings import Timings
@@ -26,7 +26,7 @@ from ddpobs.reducer.reducer import Reducer
 from ddpobs.reducer.settings import Settings
 from ddpobs.reducer.substitution import Substitution
 from ddpobs.torch_seam import autograd
-from ddpobs.torch_seam.collectives import all_reduce, wait_for
+from ddpobs.torch_seam.collectives import wait_for
 
 _open: weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.ref[ModuleReducer]]] = weakref.WeakKeyDictionary()
 """By group, the reducers with a backward in progress, in the order of their start: the same order on every rank."""
@@ -34,15 +34,16 @@ _open: weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.ref[ModuleReduc
 _dtype = attrgetter("dtype")
 
 _P = ParamSpec("_P")
+_Reducer = TypeVar("_Reducer", bound="ModuleReducer")
 
 
-def _logs_errors(
-    method: Callable[Concatenate[ModuleReducer, _P], None],
-) -> Callable[Concatenate[ModuleReducer, _P], None]:
+def logs_errors(
+    method: Callable[Concatenate[_Reducer, _P], None],
+) -> Callable[Concatenate[_Reducer, _P], None]:
     """Keep the message of a method's error for `_get_ddp_logging_data`."""
 
     @wraps(method)
-    def logged(self: ModuleReducer, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+    def logged(self: _Reducer, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
         try:
             method(self, *args, **kwargs)
         except RuntimeError as error:
@@ -129,7 +130,7 @@ class ModuleReducer(FrontEnd):
 
     # ------------------------------------------------------------------ forward
 
-    @_logs_errors
+    @logs_errors
     def prepare(self, synchronises: bool) -> None:
         """Prepare for a forward whose outputs can be differentiated. Ends a backward that an error interrupted."""
         self._thread = get_ident()
@@ -168,7 +169,7 @@ class ModuleReducer(FrontEnd):
     # ------------------------------------------------------------------ backward, as the core calls it
 
     @override
-    @_logs_errors
+    @logs_errors
     def check_backward(self) -> None:
         self._refuse()
         if torch.is_grad_enabled():
@@ -232,7 +233,7 @@ class ModuleReducer(FrontEnd):
         self.timings.mark("comm_began")
 
     @override
-    @_logs_errors
+    @logs_errors
     def backward_ended(self) -> None:
         self.timings.mark("backward_ended")
         if self._readiness.order:
@@ -304,7 +305,7 @@ class ModuleReducer(FrontEnd):
         """Whether the schedule's step will wait for this reducer's buckets at its end."""
         return self._launched_in_step is not None and self in self._launched_in_step
 
-    @_logs_errors
+    @logs_errors
     def finish_step(self) -> None:
         """Wait for the buckets at the end of the step, outside of backward."""
         recorder, after = self.core.recorder, self.after_step
@@ -344,6 +345,12 @@ class ModuleReducer(FrontEnd):
         """Release the parameters: their gradients are no longer reduced."""
         self._readiness.remove_hooks()
 
+    def set_group(self, group: dist.ProcessGroup) -> None:
+        """Reduce over this process group from now on."""
+        self._open = _open.setdefault(group, [])
+        self._compared_comm = False  # Its ranks may be others.
+        self.core.set_group(group, keeps_comm=isinstance(self.core.comm, CommHook))
+
     # ------------------------------------------------------------------ gradients that were not reduced
 
     @property
@@ -370,126 +377,3 @@ class ModuleReducer(FrontEnd):
         """Indices of the parameters whose gradient did."""
         readiness = self._readiness
         return [index for index, (a, b) in enumerate(zip(readiness.used, readiness.local, strict=True)) if a or b]
-
-    # ------------------------------------------------------------------ communication hooks
-
-    @_logs_errors
-    def set_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Reduce the buckets with the user's hook from now on.
-
-        Raises:
-            RuntimeError: A hook is registered already.
-            ReducerError: The constructor's `comm` names another strategy.
-        """
-        comm = self.core.comm
-        if isinstance(comm, CommHook):
-            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        if type(comm) is not AllReduce:
-            raise ReducerError(
-                f"a communication hook was registered (mixed_precision registers one of its own) on a module whose "
-                f"buckets are handled by comm={comm.name!r}: leave out one of the two"
-            )
-        comm_hook = CommHook(state, hook)
-        self.core.set_comm(comm_hook)
-        if self.core.recorder is not None:
-            self.core.recorder.event("comm_hook_set", name=comm_hook.name)
-
-    def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
-        """The plain sum, for torch's hooks that wrap it."""
-        return all_reduce(self.core.group, [bucket.buffer()]).get_future()
-
-    def _run_comm_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]:
-        """Communicate a full bucket. Without a user's hook, the future that is returned is complete."""
-        if isinstance(self.core.comm, CommHook):
-            return self.core.comm.run(bucket)
-        future = torch.futures.Future[Any]()
-        self.core.comm.launch(bucket.bucket, bucket.is_last()).wait()
-        future.set_result(_result_of(bucket.bucket))
-        return future
-
-    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
-        """The buckets in launch order, with zeros in them and without the parameters' gradients."""
-        zeros = zero_participation.zero_buckets(self.core)
-        return [GradBucket(bucket, bucket is zeros[-1]) for bucket in zeros]
-
-    # ------------------------------------------------------------------ further members of torch's reducer
-
-    def _rebuild_buckets(self) -> bool:
-        """Rebuild the buckets once, after the first backward."""
-        if not self._readiness.order or self._readiness.active:
-            return False
-        self.rebuilt = self.core.rebuild()
-        return self.rebuilt
-
-    def _push_all_rebuilt_params(self) -> None:
-        """Use any order on a joined rank, which computes no gradients: rank 0's order decides."""
-        if self._readiness.order is not None:
-            self._readiness.order = list(range(len(self._layout.parameters)))
-
-    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
-        self._forward_work = None if use_static_world_size else work
-
-    def _get_local_used_map(self) -> torch.Tensor:
-        """How many ranks used each parameter in the last backward that compared them; int32, shape [parameters]."""
-        return self.core.used_map.users()
-
-    def get_backward_stats(self) -> list[int]:
-        """By parameter, ns from the first gradient to its own, in the last sampled iteration."""
-        return [self.timings.ready_after_ns.get(index, 0) for index in range(len(self._layout.parameters))]
-
-    def _autograd_hook(self, _index: int) -> None:
-        """Nothing to do: torch's mixed precision reports each gradient, and our own hooks have done so already."""
-
-    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
-        self._layout.set_dtype(dtype)
-
-    def _set_sparse_metadata(self, _global_unique_ids: Mapping[str, torch.Tensor]) -> None:
-        """Nothing to do: it would only save traffic. A sparse all-reduce has the same sum."""
-
-    def _delay_all_reduce(self) -> None:
-        """Nothing to do: a static graph's first backward launches its buckets at its end anyway."""
-
-    @_logs_errors
-    def _set_static_graph(self) -> None:
-        if self.timings.iteration:
-            raise RuntimeError(
-                "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
-                "constructed."
-            )
-        self.core.switch_to_static_graph()
-
-    def _ddp_graph_static(self) -> bool:
-        return self.core.unused.graph_static
-
-    def _set_optimizer_in_backward(self) -> None:
-        """Nothing to do: the communication hook runs such optimizers."""
-
-    def _install_post_backward_futures(self, futures: Sequence[Any]) -> None:
-        self._post_backward_futures += tuple(futures)
-
-    def _remove_autograd_hooks(self) -> None:
-        self.remove_hooks()
-
-    def _check_reducer_finalized(self) -> None:
-        if self._readiness.active:
-            raise ReducerError("a backward is still under way, or was interrupted by an error")
-
-    def _reset_state(self) -> None:
-        self.core.end()
-        self._readiness.expected, self.rebuilt = False, False
-        self.core.restart_participation()
-
-    def _update_process_group(self, group: dist.ProcessGroup) -> None:
-        self._open = _open.setdefault(group, [])
-        self._compared_comm = False  # Its ranks may be others.
-        self.core.set_group(group, keeps_comm=isinstance(self.core.comm, CommHook))
-
-    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        self.timings.every = rate
-
-    def set_logger(self, _logger: object) -> None:
-        """Nothing to do: the logger belongs to the module."""
-
-
-def _result_of(bucket: Bucket) -> Any:
-    return bucket.parameters[0].grad if bucket.sparse else bucket.buffer

@@ -21,13 +21,13 @@ from ddpobs.wire.fields import (
     Scalar,
 )
 from ddpobs.wire.pulse import CodePlace, Input, Machine, Pulse
+from ddpobs.wire.rows import Comms, Spans, Steps
 from ddpobs.wire.schema import (
     VERSION,
     Acknowledgement,
     Anchor,
     Batch,
     Bucket,
-    Comms,
     Event,
     Fingerprint,
     Hello,
@@ -35,8 +35,6 @@ from ddpobs.wire.schema import (
     Parameter,
     Peers,
     Readiness,
-    Spans,
-    Steps,
     Unused,
     records,
 )

@@ -11,7 +11,8 @@ import numpy.typing as npt
 from ddpobs.errors import WireError
 from ddpobs.wire.columns import Columns, Range, ranges_of
 from ddpobs.wire.fields import PHASES, UNKNOWN, Ints
-from ddpobs.wire.schema import VERSION, Anchor, Batch, Comms, Fingerprint, Peers, Spans, Steps
+from ddpobs.wire.rows import Comms, Spans, Steps
+from ddpobs.wire.schema import VERSION, Anchor, Batch, Fingerprint, Peers
 
 _MOST_HASHES, _MOST_CHARACTERS = 20_000, 2_000_000
 """Most names of a fingerprint, and characters of its names: the collector keeps 65 fingerprints of each module."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from ddpobs.wire import packing
 from ddpobs.wire.fields import OWN_PHASES, PHASES, UNKNOWN, Ints
-from ddpobs.wire.schema import Spans, Steps
+from ddpobs.wire.rows import Spans, Steps
 
 _PREDICTED = (*(f"own_{phase}_ns" for phase in OWN_PHASES), "own_ns", "end_ns")
 """Step columns that earlier columns predict; only the residual is stored."""

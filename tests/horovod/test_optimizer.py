@@ -13,6 +13,7 @@ from torch import nn
 import ddpobs.horovod as hvd
 from ddpobs.errors import HorovodError, ModelsDifferError, ReducerError, StepOrderError
 from ddpobs.horovod.compression import Compressor
+from ddpobs.horovod.optimizer_arguments import fusion_threshold
 from tests.support.distributed.compare import batch, net
 from tests.support.distributed.horovod import alone, half_used, how_close, loss, raised, together
 from tests.support.distributed.launch import run_ranks
@@ -278,10 +279,8 @@ def test_every_rank_uses_rank_0s_fusion_threshold() -> None:
 
 
 def test_an_invalid_threshold_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ddpobs.horovod.optimizer import _fusion_threshold
-
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "64MB")
-    assert "got '64MB'" in raised(HorovodError, _fusion_threshold)
+    assert "got '64MB'" in raised(HorovodError, fusion_threshold)
 
 
 def with_closures(rank: int, ranks: int) -> list[bool]:

@@ -18,7 +18,7 @@ from torch.nn.parallel import distributed as torch_ddp
 import ddpobs
 from ddpobs.ddp import DistributedDataParallel
 from ddpobs.reducer.ddp_logger import Logger
-from ddpobs.reducer.module_reducer import ModuleReducer
+from ddpobs.reducer.torch_members import TorchReducer
 from ddpobs.torch_seam import pipelining
 from ddpobs.torch_seam.bucket_caps import BucketCaps
 
@@ -171,7 +171,7 @@ def private_names_of_torch(tree: ast.AST) -> set[str]:
     return {name for name in names if re.fullmatch(r"_[^_].*", name)}
 
 
-@pytest.mark.parametrize(("attribute", "ours"), [("reducer", ModuleReducer), ("logger", Logger)])
+@pytest.mark.parametrize(("attribute", "ours"), [("reducer", TorchReducer), ("logger", Logger)])
 def test_ours_has_every_member_that_torchs_module_code_uses(attribute: str, ours: type) -> None:
     source = inspect.getsource(torch_ddp)
     for ours_instead in OVERRIDDEN:
@@ -183,7 +183,7 @@ def test_ours_has_every_member_that_torchs_module_code_uses(attribute: str, ours
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"), [(torch.distributed.Reducer, ModuleReducer), (torch.distributed.Logger, Logger)]
+    ("theirs", "ours"), [(torch.distributed.Reducer, TorchReducer), (torch.distributed.Logger, Logger)]
 )
 def test_ours_has_every_public_member_of_torchs(theirs: type, ours: type) -> None:
     of_construction = {"set_construction_data_and_log"}  # Ours gives the facts to the logger's constructor.
