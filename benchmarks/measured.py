@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,32 +50,33 @@ def change(ratio: Ratio | None) -> str:
     return f"{abs(middle):.1f} % {'less' if middle < 0 else 'more'} ({low:.1f} to {high:.1f} %)"
 
 
-def _steps(ranks: int) -> str:
+def _steps() -> str:
     settings: dict[str, Any] = {}
     for path in files("overhead"):
         if not path.name.endswith("-h200.json"):
             settings |= json.loads(path.read_text())["settings"]
-    return _rows(settings, ranks, "claims", _CLAIMS)
+    return _rows(settings, (2, 4), "claims", _CLAIMS)
 
 
-def _rows(settings: dict[str, Any], ranks: int, set_: str, pairs: tuple[tuple[str, str, str], ...]) -> str:
+def _rows(settings: dict[str, Any], worlds: Sequence[int], set_: str, pairs: tuple[tuple[str, str, str], ...]) -> str:
     rows = []
-    for model in MODELS:
+    for ranks, model in product(worlds, MODELS):
         setting = settings.get(f"{model}, {ranks} ranks, {set_}")
         if setting is None:
             continue
+        title = MODELS[model].title + (f", {ranks} ranks" if ranks != worlds[0] else "")
         turns = [turn for launch in setting["launches"] for turn in launch["seconds"]["torch"]]
         cells = [change(compare(setting, one, other)) for one, other, _ in pairs]
         launches = str(len(setting["launches"]))
-        rows.append([MODELS[model].title, f"{1e3 * sum(turns) / len(turns):.1f}", *cells, launches])
+        rows.append([title, f"{1e3 * sum(turns) / len(turns):.1f}", *cells, launches])
     return rows_of(["model", "torch, ms a step", *(title for _, _, title in pairs), "launches"], rows)
 
 
 _CLAIMS = (
     ("again", "torch", "torch once more (the noise)"),
     ("on", "torch", "ours with telemetry, than torch"),
-    ("on", "views", "ours with telemetry, than torch with `gradient_as_bucket_view`"),
-    ("on", "off", "with telemetry, than without"),
+    ("on", "views", "than torch with `gradient_as_bucket_view`"),
+    ("on", "off", "than ours without telemetry"),
 )
 _UNUSED = (
     ("again", "torch", "torch once more (the noise)"),
@@ -85,7 +87,7 @@ _UNUSED = (
 
 def _gpu() -> str:
     path = sorted(RESULTS.glob("overhead-20*-h200.json"))[-1]
-    return _rows(json.loads(path.read_text())["settings"], 1, "claims", _CLAIMS)
+    return _rows(json.loads(path.read_text())["settings"], (1,), "claims", _CLAIMS)
 
 
 def _telemetry() -> str:
@@ -127,25 +129,40 @@ def _grown(row: dict[str, Any]) -> list[str]:
     return [" → ".join(map(str, row[name])) for name in ("threads", "open_files")]
 
 
-_PART = "figures/"
-"""In the name of a value that is a part of another."""
+_READS = {
+    "reads": {
+        "large: diagnostics, first ask": "diagnosis of 10 million spans",
+        "large: diagnostics, again": "the same again",
+        "wide: diagnostics, first ask": "diagnosis of 1,024 ranks, 82 million spans",
+        "wide: a step's spans": "a step's spans of 1,024 ranks",
+        "large: a step's trace": "a step's trace of 64 ranks",
+        "both: the list of runs": "the list of runs",
+    },
+    "scrapes": {
+        "wide: one rank sent": "`/metrics` with a run of 1,024 ranks",
+        "many: every run sent": "`/metrics` with 1,000 runs of 4 ranks",
+    },
+    "whole-run": {
+        "diagnostics": "diagnosis of a million steps by 1,024 ranks",
+        "points of all ranks together": "their step times in 1,000 points",
+    },
+    "run-page": {
+        "until the findings": "their page in Chromium, until the findings",
+        "until all figures": "the same, until all figures",
+    },
+}
+"""The reads in the table, with their titles, by benchmark."""
 
 
-def _medians(benchmark: str, begin: str = "") -> Callable[[], str]:
-    """A table of the medians whose names begin with `begin`, without parts and compressed responses."""
-
-    def table() -> str:
+def _reads() -> str:
+    rows = []
+    for benchmark, titles in _READS.items():
         found = newest(benchmark)
-        if "median_ms" in found:
-            values = {name: value for name, value in found["median_ms"].items() if _PART not in name}
-            chosen = [name for name in values if name.startswith(begin) and not name.endswith((", kB", ", gzip"))]
-            rows = [[name, f"{values[name]:,.0f}"] for name in chosen]
-        else:
-            values = {name: value["median_ms"] for name, value in found.items() if "median_ms" in value}
-            rows = [[name, f"{value:,.0f}"] for name, value in values.items() if not name.endswith(", gzip")]
-        return rows_of(["", "median, ms"], rows)
-
-    return table
+        medians = found.get("median_ms") or {
+            name: value["median_ms"] for name, value in found.items() if name in titles
+        }
+        rows += [[title, f"{medians[name]:,.0f}"] for name, title in titles.items()]
+    return rows_of(["", "median, ms"], rows)
 
 
 _INGEST = {"spans_per_s": "bucket spans a second", "ack_p99_ms": "99 % acknowledged within, ms"}
@@ -174,31 +191,22 @@ def _figures(benchmark: str, names: dict[str, str]) -> Callable[[], str]:
 _PLAIN = "plain all-reduce"
 
 
-def _communication() -> str:
-    found = newest("communication")
-    plain = [found["seconds"][_PLAIN]]
-    rows = [
-        [
-            re.sub("^cap (.+)", r"`bucket_cap_mb`: \1", name),
-            change(ratio([seconds], plain)),
-            f"{100 * found['busiest_link'][name]:.0f} %",
-        ]
-        for name, seconds in found["seconds"].items()
-        if name != _PLAIN and not name.startswith("torch")
-    ]
-    return rows_of(["variant", "step, than plain", "bytes on the busiest link, of the gradients"], rows)
-
-
-def _accuracy() -> str:
-    found = newest("accuracy")["found"]
+def _strategies() -> str:
+    speed, learned = newest("communication"), newest("accuracy")["found"]
+    plain = [speed["seconds"][_PLAIN]]
     rows = []
-    for name in found:
-        if name == _PLAIN:
+    for name in dict.fromkeys([*speed["seconds"], *learned]):
+        if name == _PLAIN or name.startswith("torch"):
             continue
-        pairs = list(zip(found[name], found[_PLAIN], strict=True))
-        steps = _range([100 * (one[0] / plain[0] - 1) for one, plain in pairs])
-        rows.append([name, steps, _range([100 * (one[1] - plain[1]) for one, plain in pairs])])
-    head = ["strategy", "steps, % more than plain", "test digits read, percentage points more than plain"]
+        cells = [re.sub("^cap (.+)", r"`bucket_cap_mb`: \1", name), "", "", "", ""]
+        if name in speed["seconds"]:
+            cells[1:3] = [change(ratio([speed["seconds"][name]], plain)), f"{100 * speed['busiest_link'][name]:.0f} %"]
+        if name in learned:
+            pairs = list(zip(learned[name], learned[_PLAIN], strict=True))
+            cells[3] = _range([100 * (one[0] / plain[0] - 1) for one, plain in pairs])
+            cells[4] = _range([100 * (one[1] - plain[1]) for one, plain in pairs])
+        rows.append(cells)
+    head = ["variant", "step", "bytes on the busiest link", "steps to the loss, % more", "digits read, points more"]
     return rows_of(head, rows)
 
 
@@ -223,9 +231,8 @@ def _diagnosis(part: int) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "step": lambda: _steps(2),
-    "four-ranks": lambda: _steps(4),
-    "unused": lambda: _rows(newest("overhead-unused")["settings"], 2, "unused", _UNUSED),
+    "step": _steps,
+    "unused": lambda: _rows(newest("overhead-unused")["settings"], (2,), "unused", _UNUSED),
     "gpu": _gpu,
     "telemetry": _telemetry,
     "broken": _broken,
@@ -236,12 +243,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "compare": _compare,
     "ingest": _figures("ingest", _INGEST),
     "job": _figures("job", _JOB),
-    "reads": _medians("reads"),
-    "scrapes": _medians("scrapes"),
-    "whole-run": _medians("whole-run"),
-    "run-page": _medians("run-page", "until"),
-    "communication": _communication,
-    "accuracy": _accuracy,
+    "reads": _reads,
+    "strategies": _strategies,
     "diagnosis-cases": lambda: _diagnosis(0),
     "diagnosis-sums": lambda: _diagnosis(1),
     "diagnosis-alarms": lambda: _diagnosis(2),
