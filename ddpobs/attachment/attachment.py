@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from functools import wraps
-from itertools import count
 from typing import Any
 
 import torch
@@ -25,13 +24,13 @@ from ddpobs import config as settings
 from ddpobs import telemetry, wire
 from ddpobs.attachment import ddp_class_patches
 from ddpobs.attachment.observed_group import ObservedGroup
-from ddpobs.buckets import assignment
+from ddpobs.attachment.readiness import Readiness
+from ddpobs.attachment.torch_layout import Reduction, current_layout, real_numbers, reducer_settings
 from ddpobs.buckets import bucket as bucketing
 from ddpobs.errors import DataParallelError, DdpobsError
 from ddpobs.never_raises import never_raises
 from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.torch_seam import autograd
-from ddpobs.torch_seam.bucket_caps import BucketCaps
 from ddpobs.torch_seam.collectives import time_collectives
 from ddpobs.torch_seam.interpreter_exit import rest_at_exit, stay_in_interpreter
 from ddpobs.torch_seam.modes import unseen
@@ -78,19 +77,6 @@ def attach(
     return _attachments[model]
 
 
-class _Reduction:
-    """Stamps of one synchronised backward; completions may arrive after its end."""
-
-    def __init__(self, buckets: int) -> None:
-        self.launched_ns: list[Any] = [0] * buckets
-        self.done_ns: list[Any] = [0] * buckets
-        self.works: dict[int, Any] = {}
-        self.launches = 0
-        """Launched all-reduces, including those whose size matches no bucket."""
-        self.next_bucket = 0
-        self.used_map: torch.Tensor | None = None
-
-
 class Attachment:
     """Telemetry on one torch DDP module, until `detach()`.
 
@@ -104,44 +90,37 @@ class Attachment:
     @unseen
     def __init__(self, model: DistributedDataParallel, config: settings.TelemetryConfig) -> None:
         self._model = weakref.ref(model)
-        self._recorder: ModuleRecorder = telemetry.join(model, config, model.process_group, _reducer_settings(model))
+        self._recorder: ModuleRecorder = telemetry.join(model, config, model.process_group, reducer_settings(model))
         self.now = self._recorder.now
         rest_at_exit()
         self._works_are_timed = False
-        self._parameters, self._sparse = model._build_params_for_reducer()
+        self.parameters, self._sparse = model._build_params_for_reducer()
         names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-        self._names = [names[id(parameter)] for parameter in self._parameters]
-        excluded = {id(parameter) for parameter in self._parameters}
-        frozen = [
+        self.names = [names[id(parameter)] for parameter in self.parameters]
+        excluded = {id(parameter) for parameter in self.parameters}
+        self.unreduced_parameters = [
             (name, parameter)
             for name, parameter in model.module.named_parameters()
             if id(parameter) not in excluded and name not in model.parameters_to_ignore
         ]
-        self.parameters, self.names, self.unreduced_parameters = self._parameters, self._names, frozen
         self.forwards = 0
-        self._ready: list[Any] = [0] * len(self._parameters)
-        self._ready_order = [0] * len(self._parameters)
-        """The order of readiness by parameter, because a device's stamps cannot be compared."""
-        self._ready_count = count(1)
-        self._used_before: set[int] = set()
-        """Parameters used under `no_sync`, which torch's map of used parameters includes."""
-        self._expected = False
+        self._readiness = Readiness(len(self.parameters), self.now)
+        self._expected = self._hook_is_unseen = False
         self._forward_task = -1
         """Graph task in which the latest synchronising forward ran; -1 outside of a backward."""
-        self._hook_is_unseen = False
         self._maps_used = model.find_unused_parameters or model.static_graph
         # A model that delays the all-reduce of all its parameters does not have the attribute.
         self._skips = getattr(model, "skip_all_reduce_unused_params", False)
         self._rebuilds = model.static_graph or not model.find_unused_parameters
         """Whether torch still has to rebuild its buckets, before the second forward."""
         self._comm = "all_reduce"
-        self._reduction: _Reduction | None = None
+        self._reduction: Reduction | None = None
         self._members: list[list[int]] = []
         self._elements: list[int] = []
         self._order: list[int] | None = None
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._stamper_of(index))
-            for index, parameter in enumerate(self._parameters)
+            parameter.register_post_accumulate_grad_hook(self._readiness.stamper(index))
+            for index, parameter in enumerate(self.parameters)
         ]
         self._stop_listening = self._recorder.on_backward_end(self._backward_ended)
         self._finalizer = weakref.finalize(
@@ -149,14 +128,14 @@ class Attachment:
         )
         self._finalizer.atexit = False
         self._recorder.follow_gradients(self)
-        self._recorder.compare_replicas(self._parameters, self._names)
+        self._recorder.compare_replicas(self.parameters, self.names)
         if getattr(model, "reducer", None) is not None:
             built_in = self._take_over_hook(model)
             self.observe_group(model)
             if built_in is not None:  # It keeps the group that it was registered with.
                 model._register_builtin_comm_hook(built_in)
             self._rebuilds &= not model._get_ddp_logging_data().get("has_rebuilt_buckets", 0)
-            self._set_buckets(_current_layout(model, self._parameters, self._sparse))
+            self._set_buckets(current_layout(model, self.parameters, self._sparse))
 
     def detach(self) -> None:
         """Remove the telemetry completely from the model, its parameters and its process group."""
@@ -178,7 +157,7 @@ class Attachment:
 
     def observe_group(self, model: DistributedDataParallel) -> None:
         """Put an observed group between the model's reducer and its process group."""
-        self._works_are_timed = time_collectives(model.process_group, self._parameters[0].device)
+        self._works_are_timed = time_collectives(model.process_group, self.parameters[0].device)
         group = ObservedGroup(model.process_group, self)
         _groups.setdefault(model, []).append(group)
         model.reducer._update_process_group(group)
@@ -187,12 +166,12 @@ class Attachment:
         """Start a synchronised backward's stamps, and record the forward."""
         self.forwards += torch.is_grad_enabled()
         if synchronises:
-            if any(self._ready):
+            if self._readiness.any_arrived:
                 if self._expected:
                     self._report_unused(None)  # Torch raises next: it still waits for them.
                 elif self._maps_used:
-                    self._used_before.update(index for index, ready in enumerate(self._ready) if ready)
-                self._ready[:] = [0] * len(self._ready)
+                    self._readiness.keep_used()
+                self._readiness.clear()
             self._expected, self._reduction = True, None
             self._forward_task = torch._C._current_graph_task_id()
         self._recorder.forward_began(inputs, named)
@@ -226,19 +205,15 @@ class Attachment:
             reduction.used_map = tensor
             work.get_future().add_done_callback(self._map_stamper(launched))
             return
-        reduction.launches += 1
-        size = _reals(tensor)
-        remaining = range(reduction.next_bucket, len(self._elements))
-        index = next((i for i in remaining if self._elements[i] == size and self._reduces(i)), None)
+        size = real_numbers(tensor)
+        index = reduction.launch(launched, lambda i: self._elements[i] == size and self._reduces(i))
         if index is None:
             return
-        reduction.next_bucket = index + 1
-        reduction.launched_ns[index] = launched
         self._recorder.bucket_launched(index)
         # A work keeps its bucket alive, and torch frees the first buckets in the rebuild.
         if self._works_are_timed and not self._rebuilds:
             reduction.works[index] = work
-        work.get_future().add_done_callback(_stamper(reduction.done_ns, index, self.now))
+        work.get_future().add_done_callback(reduction.stamper(index, self.now))
 
     @unseen
     def broadcast(self, tensor: torch.Tensor, launched: Any) -> None:
@@ -273,7 +248,7 @@ class Attachment:
             if index < len(reduction.launched_ns) and launched:
                 reduction.launches = launches
                 reduction.launched_ns[index] = launched
-                future.add_done_callback(_stamper(reduction.done_ns, index, attachment.now))
+                future.add_done_callback(reduction.stamper(index, attachment.now))
             return future
 
         return timed_hook
@@ -286,11 +261,11 @@ class Attachment:
 
     def has_local_gradients(self) -> bool:
         """Whether a gradient arrived that torch's reducer neither reduced nor expects to reduce."""
-        return not self._expected and any(self._ready)
+        return not self._expected and self._readiness.any_arrived
 
     def local_gradients(self) -> list[int]:
         """Indices of the parameters whose gradient did."""
-        return [index for index, ready in enumerate(self._ready) if ready and not self._expected]
+        return [] if self._expected else self._readiness.arrived()
 
     # ------------------------------------------------------------------ from the stamps to a record
 
@@ -312,8 +287,8 @@ class Attachment:
             self._recorder.event("comm_hook_unseen", reason="registered before telemetry, and training has begun")
             return None
         model.reducer._remove_autograd_hooks()
-        names = model._build_debug_param_to_name_mapping(self._parameters)
-        model._ddp_init_helper(self._parameters, self._sparse, names, model.static_graph)
+        names = model._build_debug_param_to_name_mapping(self.parameters)
+        model._ddp_init_helper(self.parameters, self._sparse, names, model.static_graph)
         if model.static_graph:
             model.reducer._set_static_graph()
             model.logger._set_static_graph()
@@ -326,9 +301,9 @@ class Attachment:
         ddp_class_patches.register(model, state, hook, self)
         return None
 
-    def _current_reduction(self) -> _Reduction:
+    def _current_reduction(self) -> Reduction:
         if self._reduction is None:
-            self._reduction = _Reduction(len(self._members))
+            self._reduction = Reduction(len(self._members))
             self._recorder.reduction_began(self._reduction.launched_ns, self._reduction.done_ns)
             self._recorder.bucket_launched(wire.UNKNOWN)
             if torch._C._current_graph_task_id() >= 0:
@@ -368,73 +343,50 @@ class Attachment:
         if record is None:
             return
         if reduction is not None and any(reduction.launched_ns):
-            record.ready_ns = [self._last_ready(members) for members in self._members]
+            record.ready_ns = [self._readiness.last(members) for members in self._members]
             record.launched_ns, record.done_ns, record.works = reduction.launched_ns, reduction.done_ns, reduction.works
             if record.parameter_ready_ns is not None:
-                record.parameter_ready_ns = [self._ready[i] for members in self._members for i in members]
+                record.parameter_ready_ns = [self._readiness.stamps[i] for members in self._members for i in members]
         else:
             record.ready_ns, record.launched_ns, record.done_ns = [], [], []
             record.parameter_ready_ns = None
-            record.last_ready = self._last_ready(range(len(self._ready)))
+            record.last_ready = self._readiness.last(range(len(self.parameters)))
         self._report_unused(reduction)
-        self._ready[:] = [0] * len(self._ready)
-        self._used_before.clear()
+        self._readiness.end()
         self._recorder.finished(record)
 
     def _is_complete(self) -> bool:
         """Whether torch has reduced all gradients; each loss of one forward may reduce a part of them."""
         if self._hook_is_unseen:
-            return any(self._ready)
+            return self._readiness.any_arrived
         expected_launches = sum(map(self._reduces, range(len(self._members))))
         return self._reduction is not None and self._reduction.launches >= expected_launches
 
     def _reduces(self, bucket: int) -> bool:
         """Whether torch reduces that bucket; a flag makes it skip unused buckets."""
-        return not self._skips or any(self._ready[i] or i in self._used_before for i in self._members[bucket])
+        return not self._skips or self._readiness.is_used(self._members[bucket])
 
-    def _stamper_of(self, index: int) -> Callable[[torch.Tensor], None]:
-        ready, order, now, counter = self._ready, self._ready_order, self.now, self._ready_count
-
-        def stamp(_: torch.Tensor) -> None:
-            ready[index] = now()
-            order[index] = next(counter)
-
-        return stamp
-
-    def _last_ready(self, members: Iterable[int]) -> Any:
-        arrived = [index for index in members if self._ready[index]]
-        return self._ready[max(arrived, key=self._ready_order.__getitem__)] if arrived else 0
-
-    def _unused_parameters(self) -> list[int]:
-        used_before = self._used_before
-        return [index for index, ready in enumerate(self._ready) if not ready and index not in used_before]
-
-    def _report_unused(self, reduction: _Reduction | None) -> None:
+    def _report_unused(self, reduction: Reduction | None) -> None:
         """Report unused parameters, also without the flag: then torch raises nothing, and the ranks diverge."""
-        locally = self._unused_parameters()
+        locally = self._readiness.unused()
         globally: list[int] = []
         if reduction is not None and reduction.used_map is not None and reduction.used_map.device.type == "cpu":
             globally = [index for index in locally if not reduction.used_map[index]]
         elif reduction is not None and reduction.used_map is not None:
-            globally = [index for index in locally if self._parameters[index].grad is None]
-        self._recorder.unused([self._names[i] for i in locally], [self._names[i] for i in globally])
+            globally = [index for index in locally if self.parameters[index].grad is None]
+        self._recorder.unused([self.names[i] for i in locally], [self.names[i] for i in globally])
 
     def _set_buckets(self, members: list[list[int]]) -> None:
         self._members = members
-        self._elements = [sum(_reals(self._parameters[i]) for i in bucket) for bucket in members]
+        self._elements = [sum(real_numbers(self.parameters[i]) for i in bucket) for bucket in members]
         self._report_layout()
 
     @unseen
     def _report_layout(self) -> None:
-        if not self._members:
-            return
-        self._recorder.layout(
-            [
-                bucketing.describe([self._parameters[i] for i in bucket], [self._names[i] for i in bucket])
-                for bucket in self._members
-            ],
-            self._comm,
-        )
+        parameters, names = self.parameters, self.names
+        buckets = [bucketing.describe([parameters[i] for i in b], [names[i] for i in b]) for b in self._members]
+        if buckets:
+            self._recorder.layout(buckets, self._comm)
 
 
 def _detach_collected(handles: list[Any], stop_listening: Callable[[], None], recorder: ModuleRecorder) -> None:
@@ -446,46 +398,3 @@ def _detach_collected(handles: list[Any], stop_listening: Callable[[], None], re
         handles.pop().remove()
     stop_listening()
     telemetry.forget(recorder)
-
-
-def _current_layout(
-    model: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], sparse: Sequence[bool]
-) -> list[list[int]]:
-    """Indices of each bucket's parameters, from torch's log of rebuilt buckets or from its first assignment.
-
-    Returns no bucket if parameters were frozen or unfrozen since the model was wrapped: torch's reducer still has the
-    parameters of that time.
-    """
-    facts = model._get_ddp_logging_data()
-    if facts["num_parameter_tensors"] != len(parameters):
-        return []
-    if facts.get("rebuilt_per_bucket_param_indices"):
-        return [[int(i) for i in b.split()] for b in facts["rebuilt_per_bucket_param_indices"].split(",")]
-    limits = BucketCaps.of(model).first_step(
-        static_graph=model.static_graph, find_unused_parameters=model.find_unused_parameters
-    )
-    return assignment.assign(parameters, limits, sparse)
-
-
-def _reals(tensor: torch.Tensor) -> int:
-    """Real numbers in a tensor. Torch reduces complex buckets as real numbers; a hook may reduce them as they are."""
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
-
-
-def _stamper(stamps: list[Any], index: int, now: Callable[[], Any]) -> Callable[[Any], None]:
-    def stamp(_: Any) -> None:
-        stamps[index] = now()
-        stay_in_interpreter()
-
-    return stamp
-
-
-def _reducer_settings(model: DistributedDataParallel) -> dict[str, wire.Scalar]:
-    return {
-        "reducer": "torch",
-        "find_unused_parameters": model.find_unused_parameters,
-        "gradient_as_bucket_view": model.gradient_as_bucket_view,
-        "static_graph": model.static_graph,
-        "broadcast_buffers": model.broadcast_buffers,
-        "bucket_cap_mb": model.bucket_bytes_cap / 2**20,
-    }
