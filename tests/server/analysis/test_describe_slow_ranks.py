@@ -68,6 +68,13 @@ def test_the_measure_states_the_main_phase_if_it_is_not_the_whole_delay(evidence
     assert measure == "+30.0 ms a step (20.0 ms in backward), 37 % of it; every step; 6.0 s lost"
 
 
+def test_the_delay_of_a_rank_that_is_seldom_late_is_of_its_late_steps(evidence: Evidence) -> None:
+    measure = describe_slow_rank(replace(SLOW, late_share=0.14, excess_ns=243 * MS), evidence, None).measure
+    assert (
+        measure == "+243.0 ms a late step (30.0 ms in backward), 300 % of a usual step; 14 % of the steps; 6.0 s lost"
+    )
+
+
 def test_a_cause_that_is_not_known_is_stated_with_its_reason(evidence: Evidence) -> None:
     finding = describe_slow_rank(replace(SLOW, cause=Cause(missing_counter="running_ns")), evidence, None)
     assert finding.cause.startswith("not known, because running_ns of rank 2 and another rank is not recorded")

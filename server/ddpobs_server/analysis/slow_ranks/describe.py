@@ -87,7 +87,7 @@ def describe_slow_rank(slow: SlowRank, evidence: Evidence, stage: Stage | None) 
 def _measure(slow: SlowRank, stage: Stage | None) -> str:
     """The delay, its share of a step, how often it occurs, and the time lost."""
     phase_ns = next(iter(slow.phase_excess_ns.values()), slow.excess_ns)
-    words = [f"+{milliseconds(slow.excess_ns)} a step"]
+    words = [f"+{milliseconds(slow.excess_ns)} a {'step' if slow.is_persistent else 'late step'}"]
     if phase_ns < _MAIN_PHASE_SHARE * slow.excess_ns:
         words.append(f"({milliseconds(phase_ns)} in {slow.phase})")
     if slow.without_queue:
@@ -95,7 +95,8 @@ def _measure(slow: SlowRank, stage: Stage | None) -> str:
     if stage is not None:
         words.append(f"over the other replicas of {stage.name}")
     share = percent(slow.excess_ns / max(1, slow.step_ns))
-    return f"{' '.join(words)}, {share} of it; {how_often(slow.late_share)}; {format_seconds(slow.lost_ns)} lost"
+    whole = "it" if slow.is_persistent else "a usual step"
+    return f"{' '.join(words)}, {share} of {whole}; {how_often(slow.late_share)}; {format_seconds(slow.lost_ns)} lost"
 
 
 def _when(intervals: Sequence[Interval], since_step: int | None) -> str:
