@@ -21,7 +21,8 @@ MIN_LEVEL = 0.035
 _MIN_LEVEL_SHARE = 0.55
 _MIN_COST_RATIO = 3.0
 """A rank that is late as often as others, by noise, stands out if its cost is this many times the others' median."""
-_PARTS = 4
+PARTS = 4
+"""Equal parts of the judged steps. A slow rank stands out in each, noise in bursts does not."""
 _PERMUTATIONS = 400
 _MAX_PERMUTED = 2**12
 """Ranks times blocks above which ranks are rotated, not permuted."""
@@ -37,7 +38,7 @@ def recurring_ranks(
     and `MIN_COST_SHARE` of the time.
     """
     stand_out = np.ones(len(joined.ranks), bool)
-    for rows in np.array_split(np.arange(len(joined)), _PARTS):
+    for rows in np.array_split(np.arange(len(joined)), PARTS):
         shares = late.late[rows].mean(axis=0)
         stand_out &= (shares >= 0.5 * shares.max()) & (shares >= 2 * median_of_others(shares[None])[0])
         stand_out &= shares >= min_late_share
@@ -52,7 +53,7 @@ def costly_ranks(joined: JoinedSteps, late: Lateness) -> list[int]:
     often as a rank that noise makes late in every fifth.
     """
     stand_out = np.ones(len(joined.ranks), bool)
-    for rows in np.array_split(np.arange(len(joined)), _PARTS):
+    for rows in np.array_split(np.arange(len(joined)), PARTS):
         costs = cost_shares(joined, late, rows)
         stand_out &= (costs >= 0.5 * costs.max()) & (costs >= _MIN_COST_RATIO * median_of_others(costs[None])[0])
         stand_out &= costs >= MIN_COST_SHARE
@@ -71,7 +72,7 @@ def steady_levels(joined: JoinedSteps, late: Lateness) -> dict[int, float]:
     for index in np.flatnonzero(levels_ns >= MIN_LEVEL * step_ns).tolist():
         half = 0.5 * levels_ns[index]
         exceeds = (late.excess_ns > half).mean(axis=0)
-        quarters = np.array_split(late.excess_ns[:, index], _PARTS)
+        quarters = np.array_split(late.excess_ns[:, index], PARTS)
         is_steady = all(np.median(quarter) >= half for quarter in quarters)
         if is_steady and exceeds[index] >= max(_MIN_LEVEL_SHARE, 2 * median_of_others(exceeds[None])[0, index]):
             steady[index] = float(levels_ns[index])

@@ -13,12 +13,12 @@ import numpy as np
 
 from ddpobs.shared.delay import median_of_others
 from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins, bins_of
+from ddpobs_server.analysis.slow_ranks.recurrence import MIN_COST_SHARE, PARTS
 from ddpobs_server.analysis.statistics.change_points import segments
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
 MIN_STEPS = 28
 """Fewest compared steps of a stretch. One of 30 steps may lose a step at each end, where own times have no origin."""
-MIN_COST_SHARE = 0.05
 _MIN_LOST_STEPS = 12.8
 """Least cost of a stretch, in steps. A short stretch must therefore cost more of each step than a long stretch."""
 _MIN_LATE_SHARE = 0.85
@@ -38,7 +38,6 @@ _MIN_RIVAL_LEVEL = 1.5
 """Least ratio of a stretch's cost per step to that of the costliest quarter as long of another rank.
 
 A stretch of more than half of the run leaves no room for another of its length. Noise in bursts shows in a quarter."""
-_PARTS = 4
 _SUSPECTS, _PERMUTED_RANKS = 16, 16
 _PERMUTATIONS, _MAX_CELLS = 400, 4_000_000
 _MOST_BINS = 512
@@ -151,7 +150,7 @@ def _stands_out(bins: LatenessBins, index: int, begin: int, end: int) -> bool:
     if steps < MIN_STEPS or cost_ns < max(MIN_COST_SHARE, _MIN_LOST_STEPS / steps) * part.time_ns.sum():
         return False
     least_late = _MIN_LATE_SHARE if steps < _LONG_STEPS else 0.0
-    for rows in np.array_split(np.arange(len(part)), min(_PARTS, len(part))):
+    for rows in np.array_split(np.arange(len(part)), min(PARTS, len(part))):
         shares = part.late[rows].sum(axis=0) / part.steps[rows].sum()
         costs = part.cost_ns[rows].sum(axis=0) / part.time_ns[rows].sum()
         often = shares[index] >= 2 * median_of_others(shares[None])[0, index]
@@ -164,7 +163,7 @@ def _stands_out(bins: LatenessBins, index: int, begin: int, end: int) -> bool:
     costs_ns = net_cost_ns(bins.cost_ns)
     if cost_ns < _MIN_RIVAL_CONTRAST * _highest_elsewhere(costs_ns, index, end - begin):
         return False
-    quarter = max(1, (end - begin) // _PARTS)
+    quarter = max(1, (end - begin) // PARTS)
     # A spike of another rank moves its costs, but not its medians.
     return any(
         series[begin:end, index].sum() * quarter / (end - begin)

@@ -14,7 +14,7 @@ from ddpobs import wire
 from ddpobs.shared.delay import excesses, is_late, median_of_others
 from ddpobs_server.analysis.slow_ranks.lateness import Lateness, lateness, step_weights
 from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins, bins_of, ideal_ns, loss_shares
-from ddpobs_server.analysis.slow_ranks.recurrence import MIN_COST_SHARE, chance_of
+from ddpobs_server.analysis.slow_ranks.recurrence import MIN_COST_SHARE, PARTS, chance_of
 from ddpobs_server.analysis.slow_ranks.stretches import net_cost_ns
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
@@ -29,7 +29,6 @@ _MIN_COVERED_AND_LOST = ((0.8, 0.1), (0.65, 0.2))
 Bursts of noise cover up to three quarters of some part of a long run, but cost little."""
 _MIN_ALIKE = 0.75
 """Least share of the stretches that cost about as much as the median stretch. Noise differs from burst to burst."""
-_PARTS = 4
 _MIN_PERIOD_STEPS, _MAX_PERIOD = 32, 8
 _MIN_TURN_SHARE = 0.8
 _MIN_MEAN_SHARE = 0.02
@@ -160,7 +159,7 @@ def _phase_turns(joined: JoinedSteps, named: set[int]) -> list[Turn]:
 def _recurring(late: Any, cost_ns: Floats, time_ns: Floats) -> list[int]:
     """Return the ranks that stand out in each quarter of the steps, as in `recurrence.recurring_ranks`."""
     stand_out = np.ones(late.shape[1], bool)
-    for rows in np.array_split(np.arange(len(late)), _PARTS):
+    for rows in np.array_split(np.arange(len(late)), PARTS):
         shares = late[rows].mean(axis=0)
         stand_out &= (shares >= 0.5 * shares.max()) & (shares >= 2 * median_of_others(shares[None])[0])
         stand_out &= cost_ns[rows].sum(axis=0) >= MIN_COST_SHARE * max(1.0, float(time_ns[rows].sum()))
@@ -183,7 +182,7 @@ def _periodic_turns(joined: JoinedSteps, named: set[int]) -> list[Turn]:
 def _turns_at(joined: JoinedSteps, late: Lateness, period: int, residue: int) -> list[Turn]:
     is_turn = joined.step % period == residue
     rows = np.flatnonzero(is_turn)
-    least = np.min([late.late[part].mean(axis=0) for part in np.array_split(rows, _PARTS)], axis=0)
+    least = np.min([late.late[part].mean(axis=0) for part in np.array_split(rows, PARTS)], axis=0)
     often = (least >= _MIN_TURN_SHARE) & (late.late[~is_turn].mean(axis=0) <= 0.5 * least)
     turns = []
     chances = chance_of(late.late[rows]) if often.any() else least
