@@ -201,6 +201,16 @@ def test_a_rank_that_becomes_slow_is_named_with_the_step_of_its_onset(ranks: int
     assert finding.verdict == f"Rank 1 is slow in backward since step {finding.steps[0]}"
 
 
+@pytest.mark.parametrize("steps", [20_000, 60_000])
+def test_a_rank_that_becomes_slow_late_in_a_long_run_is_named_within_a_hundred_steps(steps: int) -> None:
+    """The bins of such a run are too wide for a stretch."""
+    own = own_times(steps, 2, seed=0)
+    own[-100:, 1, wire.OWN_PHASES.index("backward")] += 40 * MS
+    (finding,) = findings_of(own)
+    assert (finding.ranks, finding.phase) == ([1], "backward")
+    assert finding.evidence.since_step == pytest.approx(steps - 100, abs=5)
+
+
 def test_a_rank_that_is_always_slow_is_named_once_without_an_onset() -> None:
     (finding,) = findings_of(own_times(600, 4, seed=0, slow=(Slow(2, "backward"),)))
     assert (finding.steps, finding.evidence.since_step) == ((0, 599), None)
