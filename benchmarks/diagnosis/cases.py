@@ -120,6 +120,28 @@ def turns(draw: random.Random) -> Run:
     return _training(faults, Expected("straggler", (0, 1), kind="taking turns"), share, _SHORT)
 
 
+def turns_in_one_phase(draw: random.Random) -> Run:
+    """Work in one phase, on one rank in even steps and on the other rank in odd ones."""
+    phase, share = draw.choice(PHASES), draw.choice((0.3, 0.5))
+    faults = [Fault(rank, phase, share, every=2, turn=rank) for rank in range(2)]
+    return _training(faults, Expected("straggler", (0, 1), phase, kind="taking turns"), share, _SHORT)
+
+
+def seldom(draw: random.Random) -> Run:
+    """A rank with much more work in every tenth step."""
+    rank, phase, share = draw.randrange(2), draw.choice(PHASES), draw.choice((1.5, 3.0))
+    fault = Fault(rank, phase, share, every=10, turn=draw.randrange(10))
+    return _training([fault], Expected("straggler", (rank,), phase, kind="intermittent"), share, _LONG)
+
+
+def sudden(draw: random.Random) -> Run:
+    """A rank with more work in the latest steps of a longer run."""
+    rank, phase, share = draw.randrange(2), draw.choice(PHASES), draw.choice((0.3, 0.5))
+    first, steps = 330, 400
+    fault = Fault(rank, phase, share, first=first)
+    return _training([fault], Expected("straggler", (rank,), phase, interval=(first, steps - 1)), share, steps)
+
+
 def _slowing(name: str, expected: Expected, twin: str, _: random.Random) -> Run:
     return Run((SLOWING, name), expected, environ={"STEPS": "120"}, twin=(SLOWING, twin))
 
@@ -143,6 +165,9 @@ CASES: dict[str, Callable[[random.Random], Run]] = {
     "onset": onset,
     "moving": moving,
     "taking turns": turns,
+    "taking turns in one phase": turns_in_one_phase,
+    "seldom": seldom,
+    "sudden": sudden,
     "neighbour": partial(_slowing, "neighbour", _cause("preempted"), "balanced"),
     "garbage": partial(_slowing, "garbage", _cause("collecting-garbage"), "balanced"),
     "paging": partial(_slowing, "paging", _cause("paging"), "balanced"),

@@ -82,7 +82,7 @@ def verdict(folder: Path, expected: Expected) -> dict[str, Any]:
     run = JudgedRun(folder)
     findings = run.findings()
     injected = injected_of(folder)
-    first = _named(findings, expected)
+    first = finding_about(findings, expected)
     right = compared(first, expected, injected) if first else {"named": False}
     answer: dict[str, Any] = right | {
         "findings": findings,
@@ -90,7 +90,7 @@ def verdict(folder: Path, expected: Expected) -> dict[str, Any]:
         "other_alarms": [finding["code"] for finding in _others(findings, expected)],
     }
     if expected.code == "straggler" and expected.interval is None and expected.kind in ("persistent", None):
-        named = (steps for steps in PREFIXES if _named(run.findings(steps - 1), expected))
+        named = (steps for steps in PREFIXES if finding_about(run.findings(steps - 1), expected))
         answer["steps_until_named"] = next(named, None)
     run.close()
     return answer
@@ -134,7 +134,7 @@ def injected_of(folder: Path) -> dict[str, float] | None:
     }
 
 
-def _named(findings: list[dict[str, Any]], expected: Expected) -> dict[str, Any] | None:
+def finding_about(findings: list[dict[str, Any]], expected: Expected) -> dict[str, Any] | None:
     """Return the finding with the expected code and ranks."""
     for finding in findings:
         if finding["code"] == expected.code and sorted(finding["ranks"]) in ([], sorted(expected.ranks)):
