@@ -39,15 +39,15 @@ def newest(benchmark: str) -> Any:
 
 
 def change(ratio: Ratio | None) -> str:
-    """Return a ratio as a percentage with its direction and its 95 % interval, such as "3.2 % less (1.2 to 5.2 %)"."""
+    """Return a ratio in per cent, with its direction and its 95 % interval, such as "3.2 less (1.2 to 5.2)"."""
     if ratio is None:
         return ""
     middle, low, high = (100 * (value - 1) for value in (ratio.middle, ratio.low, ratio.high))
     if low < 0 < high or ratio.high == float("inf"):
         sign = "less" if middle < 0 else "more"
-        return f"{abs(middle):.1f} % {sign}" + ("" if ratio.high == float("inf") else f" ({low:+.1f} to {high:+.1f} %)")
+        return f"{abs(middle):.1f} {sign}" + ("" if ratio.high == float("inf") else f" ({low:+.1f} to {high:+.1f})")
     low, high = sorted((abs(low), abs(high)))
-    return f"{abs(middle):.1f} % {'less' if middle < 0 else 'more'} ({low:.1f} to {high:.1f} %)"
+    return f"{abs(middle):.1f} {'less' if middle < 0 else 'more'} ({low:.1f} to {high:.1f})"
 
 
 def _steps() -> str:
@@ -73,15 +73,15 @@ def _rows(settings: dict[str, Any], worlds: Sequence[int], set_: str, pairs: tup
 
 
 _CLAIMS = (
-    ("again", "torch", "torch once more (the noise)"),
-    ("on", "torch", "ours with telemetry, than torch"),
-    ("on", "views", "than torch with `gradient_as_bucket_view`"),
-    ("on", "off", "than ours without telemetry"),
+    ("again", "torch", "torch once more (the noise), %"),
+    ("on", "torch", "ours with telemetry, % than torch"),
+    ("on", "views", "% than torch with `gradient_as_bucket_view`"),
+    ("on", "off", "% than ours without telemetry"),
 )
 _UNUSED = (
-    ("again", "torch", "torch once more (the noise)"),
-    ("torch_finds", "torch", "torch with the flag, than without"),
-    ("finds", "off", "ours with the flag, than without"),
+    ("again", "torch", "torch once more (the noise), %"),
+    ("torch_finds", "torch", "torch with the flag, % than without"),
+    ("finds", "off", "ours with the flag, % than without"),
 )
 
 
@@ -103,7 +103,14 @@ def _telemetry() -> str:
             change(switched.compare(launches, "on", "processor_s")),
         ]
         rows.append([title, f"{1e3 * sum(off) / len(off):.1f}", *cells, str(len(launches))])
-    head = ["", "off, ms a step", "off once more (the noise)", "telemetry on: step", "processor time", "launches"]
+    head = [
+        "",
+        "off, ms a step",
+        "off once more (the noise), %",
+        "telemetry on: step, %",
+        "processor time, %",
+        "launches",
+    ]
     return rows_of(head, rows)
 
 
@@ -114,7 +121,7 @@ def _broken() -> str:
         [title, change(switched.compare(group, "on")), change(switched.compare(group, "again")), str(len(group))]
         for title, group in (("thirteen broken collectors", broken), ("a healthy collector", launches["collector"]))
     ]
-    return rows_of(["", "step with telemetry, than without", "without, once more (the noise)", "launches"], rows)
+    return rows_of(["", "step with telemetry, % than without", "without, once more (the noise), %", "launches"], rows)
 
 
 def _endurance() -> str:
@@ -206,7 +213,13 @@ def _strategies() -> str:
             cells[3] = _range([100 * (one[0] / plain[0] - 1) for one, plain in pairs])
             cells[4] = _range([100 * (one[1] - plain[1]) for one, plain in pairs])
         rows.append(cells)
-    head = ["variant", "step", "bytes on the busiest link", "steps to the loss, % more", "digits read, points more"]
+    head = [
+        "variant",
+        "step, %",
+        "bytes on the busiest link, of the gradients",
+        "steps to the loss, % more",
+        "digits read, points more",
+    ]
     return rows_of(head, rows)
 
 

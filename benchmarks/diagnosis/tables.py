@@ -33,6 +33,7 @@ def _cases(results: list[Result]) -> str:
         "| fault | runs | right | wrong | other alarms | steps until named | stated / injected delay |",
         "|---|---|---|---|---|---|---|",
     ]
+    plain: dict[str, int] = {}
     for case in sorted({result["case"] for result in results}):
         runs = [result["fault"] for result in results if result["case"] == case]
         wrong = Counter(first for run in runs if (first := _first_wrong(run)))
@@ -41,7 +42,12 @@ def _cases(results: list[Result]) -> str:
         steps = [run["steps_until_named"] for run in runs if run.get("steps_until_named")]
         named_after = f"{statistics.median(steps):.0f}" if steps else ""
         right = len(runs) - wrong.total()
+        if not (text or other or named_after or _ratios(runs)):
+            plain[case] = right
+            continue
         lines.append(f"| {case} | {len(runs)} | {right} | {text} | {other} | {named_after} | {_ratios(runs)} |")
+    if plain:
+        lines.append(f"| {', '.join(plain)} | {sum(plain.values())} | {sum(plain.values())} | | | | |")
     return "\n".join(lines)
 
 
