@@ -58,22 +58,17 @@ from ddpobs.horovod.handle import poll, synchronize
 from ddpobs.horovod.launch import run
 from ddpobs.horovod.operations import Adasum, Average, Max, Min, Product, Sum
 from ddpobs.horovod.optimizer import DistributedOptimizer, join
-from ddpobs.horovod.process import (
-    ProcessSet,
-    add_process_set,
+from ddpobs.horovod.position import (
     cross_rank,
     cross_size,
-    global_process_set,
-    init,
     is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
     rank,
-    remove_process_set,
-    shutdown,
     size,
 )
+from ddpobs.horovod.process import ProcessSet, add_process_set, global_process_set, init, remove_process_set, shutdown
 from ddpobs.horovod.sync_batch_norm import SyncBatchNorm
 from ddpobs.horovod.timeline import start_timeline, stop_timeline
 

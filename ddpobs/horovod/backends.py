@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ddpobs.horovod.process import check_initialized
+from ddpobs.horovod.position import check_initialized
 
 _MPI = "ddpobs_mpi"
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from ddpobs.config import TelemetryConfig
 from ddpobs.errors import HorovodError
 from ddpobs.horovod import timeline
-from ddpobs.horovod.process import rank
+from ddpobs.horovod.position import rank
 
 _log = logging.getLogger("ddpobs")
 

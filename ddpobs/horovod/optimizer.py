@@ -36,7 +36,8 @@ from ddpobs.horovod.optimizer_arguments import (
     group_indices,
     trained_parameters,
 )
-from ddpobs.horovod.process import ProcessSet, global_process_set, rank, size
+from ddpobs.horovod.position import rank, size
+from ddpobs.horovod.process import ProcessSet, global_process_set
 from ddpobs.horovod.reduction import OptimizerReducer
 from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.reducer import model_check

@@ -5,9 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import socket
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from operator import index
@@ -19,25 +17,13 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from ddpobs.comm.side_groups import timeout_of
 from ddpobs.errors import HorovodError
-from ddpobs.horovod import agreement
+from ddpobs.horovod import agreement, environment, position, timeline
 from ddpobs.horovod.calls import Call
-
-
-@dataclass(frozen=True)
-class _Position:
-    """This rank's position on its host and among the hosts."""
-
-    local_rank: int
-    local_size: int
-    cross_rank: int
-    cross_size: int
-    homogeneous: bool
-
+from ddpobs.horovod.position import check_initialized, is_initialized, rank, size
 
 _SIZES_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Variables in which the launchers of Open MPI and of MPICH give the number of ranks."""
 
-_position: _Position | None = None
 _created_group = False
 _first_store: Store | None = None
 """The store of the first process group, in which later groups of this process meet after a reset."""
@@ -138,8 +124,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | Literal["dynamic
     Raises:
         HorovodError: `comm` has fewer ranks than the launcher has started, or two of the sets have the same ranks.
     """
-    global _position, _created_group  # noqa: PLW0603 - one Horovod a process, as it is in Horovod
-    if _position is not None:
+    global _created_group  # noqa: PLW0603 - one Horovod a process, as it is in Horovod
+    if is_initialized():
         return
     if not dist.is_initialized():
         _init_process_group()
@@ -148,16 +134,14 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | Literal["dynamic
     _check_has_all_ranks(comm)
     agreement.connect()
     atexit.register(agreement.leave)
-    _position = _find_position()
+    position.find()
     try:
         for process_set in () if process_sets is None or process_sets == "dynamic" else process_sets:
             add_process_set(process_set)
     except HorovodError:
         _forget_sets()
-        _position = None
+        position.forget()
         raise
-    from ddpobs.horovod import environment
-
     environment.apply(os.environ)
 
 
@@ -190,30 +174,18 @@ def _init_process_group() -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
-def _find_position() -> _Position:
-    """Find the position by comparing host names, which works with every launcher."""
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    own_host = hosts[dist.get_rank()]
-    local_rank = hosts[: dist.get_rank()].count(own_host)
-    peers = [host for index, host in enumerate(hosts) if hosts[:index].count(host) == local_rank]
-    homogeneous = len({hosts.count(host) for host in hosts}) == 1
-    return _Position(local_rank, hosts.count(own_host), peers.index(own_host), len(peers), homogeneous)
-
-
 def shutdown() -> None:
     """Disconnect; destroys the process group if `init` created it."""
-    global _position, _created_group, _first_store
-    from ddpobs.horovod.timeline import stop_timeline
-
+    global _created_group, _first_store
     atexit.unregister(shutdown)
     atexit.unregister(agreement.leave)
-    stop_timeline()
+    timeline.stop_timeline()
     agreement.leave()
     if _created_group and dist.is_initialized():
         dist.destroy_process_group()
     _forget_sets()
-    _position, _created_group, _first_store = None, False, None
+    position.forget()
+    _created_group, _first_store = False, None
 
 
 def _forget_sets() -> None:
@@ -232,7 +204,7 @@ def reset() -> None:
     Raises:
         HorovodError: A rank did not come within HOROVOD_ELASTIC_TIMEOUT (600 s).
     """
-    global _position, _first_store, _resets  # noqa: PLW0603 - one Horovod a process
+    global _first_store, _resets  # noqa: PLW0603 - one Horovod a process
     check_initialized()
     own_rank, ranks = dist.get_rank(), dist.get_world_size()
     agreement.leave()
@@ -248,7 +220,7 @@ def reset() -> None:
     _meet(store, own_rank, ranks)
     dist.init_process_group(backend, store=store, rank=own_rank, world_size=ranks, timeout=timeout)
     agreement.connect()
-    _position = _find_position()
+    position.find()
     for _, process_set in sorted(_sets.items()):
         process_set._group = dist.new_group(process_set.ranks)
 
@@ -264,59 +236,6 @@ def _meet(store: Store, own_rank: int, ranks: int) -> None:
             f"after a failed collective, ranks {', '.join(map(str, missing))} did not return within {timeout_s:.0f} s "
             "(HOROVOD_ELASTIC_TIMEOUT). torchrun with --max-restarts starts all ranks again if one of them ends"
         ) from None
-
-
-def is_initialized() -> bool:
-    """Whether `init` was called."""
-    return _position is not None
-
-
-def check_initialized() -> _Position:
-    """Return this rank's position.
-
-    Raises:
-        HorovodError: `init` was not called.
-    """
-    if _position is None:
-        raise HorovodError("call hvd.init() first")
-    return _position
-
-
-def size() -> int:
-    """Number of ranks."""
-    check_initialized()
-    return dist.get_world_size()
-
-
-def rank() -> int:
-    """This rank."""
-    check_initialized()
-    return dist.get_rank()
-
-
-def local_size() -> int:
-    """Number of ranks on this host."""
-    return check_initialized().local_size
-
-
-def local_rank() -> int:
-    """This rank's index on its host."""
-    return check_initialized().local_rank
-
-
-def cross_size() -> int:
-    """Number of hosts that have a rank with this local rank."""
-    return check_initialized().cross_size
-
-
-def cross_rank() -> int:
-    """This host's index among the hosts that have a rank with this local rank."""
-    return check_initialized().cross_rank
-
-
-def is_homogeneous() -> bool:
-    """Whether every host has the same number of ranks."""
-    return check_initialized().homogeneous
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ddpobs.errors import HorovodError
-from ddpobs.horovod.process import rank, size
+from ddpobs.horovod.position import rank, size
 
 _WAIT_S = 2.0
 _LAG = 2

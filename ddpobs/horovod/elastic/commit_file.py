@@ -18,7 +18,7 @@ from urllib.parse import quote
 import torch
 
 from ddpobs.errors import HorovodError
-from ddpobs.horovod.process import local_rank
+from ddpobs.horovod.position import local_rank
 
 _log = logging.getLogger("ddpobs")
 

@@ -11,7 +11,8 @@ from ddpobs.horovod.broadcast import allgather_object, broadcast_object
 from ddpobs.horovod.elastic.commit_file import CommitFile
 from ddpobs.horovod.elastic.state import State
 from ddpobs.horovod.optimizer import connect_all, disconnect_all
-from ddpobs.horovod.process import rank, reset
+from ddpobs.horovod.position import rank
+from ddpobs.horovod.process import reset
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from ddpobs.horovod.process import rank, size
+from ddpobs.horovod.position import rank, size
 
 
 class ElasticSampler(Sampler[int]):

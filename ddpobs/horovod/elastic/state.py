@@ -14,7 +14,7 @@ from ddpobs.errors import HostsUpdatedInterrupt
 from ddpobs.horovod.broadcast import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from ddpobs.horovod.elastic.commit_file import CommitFile
 from ddpobs.horovod.elastic.sampler import ElasticSampler
-from ddpobs.horovod.process import rank
+from ddpobs.horovod.position import rank
 
 _REMOVED = 1
 """Horovod's code for hosts that were removed, while none was added."""
