@@ -28,7 +28,7 @@ from ddpobs.torch_seam.bucket_caps import BucketCaps
 from ddpobs.torch_seam.patching import skip_in_dynamo
 
 if TYPE_CHECKING:
-    from ddpobs.recording.module_recorder import ModuleRecorder
+    from ddpobs.observers import ModuleObserver
 
 _CPP_NAMES = {
     torch.float32: "float",
@@ -84,7 +84,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             raise DataParallelError
         self._telemetry_config = resolve(telemetry, os.environ)
         self._comm_factory = choose(comm, round_robin_groups)
-        self._recorder: ModuleRecorder | None = None
+        self._recorder: ModuleObserver | None = None
         self._arguments: dict[str, Any] | None = {
             **_ARGUMENTS.bind(self, module, *args, **kwargs).arguments,
             "comm": comm,
@@ -265,7 +265,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             "is_multi_device_module": int(self.is_multi_device_module),
         }
 
-    def _join_telemetry(self) -> ModuleRecorder | None:
+    def _join_telemetry(self) -> ModuleObserver | None:
         if self._telemetry_config is None:
             return None
         from ddpobs import telemetry

@@ -29,7 +29,7 @@ from ddpobs.attachment.torch_layout import Reduction, current_layout, real_numbe
 from ddpobs.buckets import bucket as bucketing
 from ddpobs.errors import DataParallelError, DdpobsError
 from ddpobs.never_raises import never_raises
-from ddpobs.recording.module_recorder import ModuleRecorder
+from ddpobs.observers import ModuleObserver
 from ddpobs.torch_seam import autograd
 from ddpobs.torch_seam.collectives import time_collectives
 from ddpobs.torch_seam.interpreter_exit import rest_at_exit, stay_in_interpreter
@@ -90,7 +90,7 @@ class Attachment:
     @unseen
     def __init__(self, model: DistributedDataParallel, config: settings.TelemetryConfig) -> None:
         self._model = weakref.ref(model)
-        self._recorder: ModuleRecorder = telemetry.join(model, config, model.process_group, reducer_settings(model))
+        self._recorder: ModuleObserver = telemetry.join(model, config, model.process_group, reducer_settings(model))
         self.now = self._recorder.now
         rest_at_exit()
         self._works_are_timed = False
@@ -389,7 +389,7 @@ class Attachment:
             self._recorder.layout(buckets, self._comm)
 
 
-def _detach_collected(handles: list[Any], stop_listening: Callable[[], None], recorder: ModuleRecorder) -> None:
+def _detach_collected(handles: list[Any], stop_listening: Callable[[], None], recorder: ModuleObserver) -> None:
     """Remove the telemetry of a model that was garbage-collected while attached.
 
     The time and the thread differ between ranks. State that models share therefore stays, so that the ranks stay alike.

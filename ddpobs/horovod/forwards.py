@@ -18,7 +18,7 @@ from ddpobs.never_raises import never_raises
 from ddpobs.torch_seam.patching import Patches
 
 if TYPE_CHECKING:
-    from ddpobs.recording.module_recorder import ModuleRecorder
+    from ddpobs.observers import ModuleObserver
 
 Method = tuple[type[torch.nn.Module], str]
 
@@ -42,7 +42,7 @@ class _Watched:
     """
 
     method: Method
-    recorders: list[ModuleRecorder] = field(default_factory=list)
+    recorders: list[ModuleObserver] = field(default_factory=list)
 
 
 _watched: dict[int, _Watched] = {}
@@ -50,7 +50,7 @@ _watched: dict[int, _Watched] = {}
 _wrapped: dict[Method, Patches] = {}
 
 
-def watch(model: Model, recorder: ModuleRecorder) -> None:
+def watch(model: Model, recorder: ModuleObserver) -> None:
     """Record the forwards of the first called module that has one of the model's parameters.
 
     Stops when `model` is garbage-collected.
@@ -76,7 +76,7 @@ def watch(model: Model, recorder: ModuleRecorder) -> None:
     handle = register_module_forward_pre_hook(torch.compiler.disable(find_model))
 
 
-def _watch_module(model: Model, module: torch.nn.Module, recorder: ModuleRecorder) -> None:
+def _watch_module(model: Model, module: torch.nn.Module, recorder: ModuleObserver) -> None:
     model._modules["module"] = module
     if id(module) not in _watched:
         method = _method_of(module)
@@ -87,7 +87,7 @@ def _watch_module(model: Model, module: torch.nn.Module, recorder: ModuleRecorde
     finalize(model, _unwatch, id(module), recorder).atexit = False
 
 
-def _unwatch(module_id: int, recorder: ModuleRecorder) -> None:
+def _unwatch(module_id: int, recorder: ModuleObserver) -> None:
     watched = _watched[module_id]
     watched.recorders.remove(recorder)
     if watched.recorders:

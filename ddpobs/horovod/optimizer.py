@@ -39,7 +39,7 @@ from ddpobs.horovod.optimizer_arguments import (
 from ddpobs.horovod.position import rank, size
 from ddpobs.horovod.process import ProcessSet, global_process_set
 from ddpobs.horovod.reduction import OptimizerReducer
-from ddpobs.recording.module_recorder import ModuleRecorder
+from ddpobs.observers import ModuleObserver
 from ddpobs.reducer import model_check
 from ddpobs.reducer.settings import Settings
 from ddpobs.torch_seam.patching import skip_in_dynamo
@@ -224,7 +224,7 @@ class _Distributed(torch.optim.Optimizer):
     _connect: Callable[..., None]
     _release: Callable[[], Any]
     _passes = 1
-    _recorder: ModuleRecorder | None = None
+    _recorder: ModuleObserver | None = None
     _sparse_as_dense = False
     _frozen: Sequence[torch.nn.Parameter] = ()
     _synchronized = False
@@ -388,7 +388,7 @@ def _free_index() -> int:
     return next(index for index in count() if index not in used)
 
 
-def _observe(optimizer: Any, group: dist.ProcessGroup, config: TelemetryConfig, passes: int) -> ModuleRecorder:
+def _observe(optimizer: Any, group: dist.ProcessGroup, config: TelemetryConfig, passes: int) -> ModuleObserver:
     from ddpobs import telemetry
 
     settings: dict[str, str | int] = {"reducer": "ddpobs.horovod", "backward_passes_per_step": passes}

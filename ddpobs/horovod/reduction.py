@@ -15,10 +15,10 @@ from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm import CommFactory, Pending
 from ddpobs.errors import StepOrderError
 from ddpobs.horovod import timeline
+from ddpobs.observers import ModuleObserver
 from ddpobs.reducer import zero_participation
 from ddpobs.reducer.front_end import FrontEnd
 from ddpobs.reducer.late_parameters import Frozen
-from ddpobs.reducer.observer import Observer
 from ddpobs.reducer.readiness import Hook
 from ddpobs.reducer.reducer import Reducer
 from ddpobs.reducer.settings import Settings
@@ -60,7 +60,7 @@ class OptimizerReducer(FrontEnd):
         group: dist.ProcessGroup,
         comm_factory: CommFactory,
         settings: Settings,
-        recorder: Observer | None,
+        recorder: ModuleObserver | None,
         passes: int,
         pre_divisor: float | None,
         post_factor: float | None,

@@ -16,16 +16,17 @@ steps on a module's parameters:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from ddpobs import wire
 from ddpobs.never_raises import never_raises
+from ddpobs.observers import GradientSource
 from ddpobs.recording.journal import Journal
 from ddpobs.torch_seam import step_hooks
 from ddpobs.torch_seam.modes import unseen
@@ -37,39 +38,6 @@ _BY_HAND = 0.25
 A logged loss is a few elements, and is no reduction."""
 _requires_grad = attrgetter("requires_grad")
 Send = Callable[[str, int, dict[str, wire.Scalar]], None]
-
-
-class GradientSource(Protocol):
-    """Follows the gradients of one module.
-
-    Attributes:
-        forwards: Forwards of the DDP module with gradients so far.
-    """
-
-    forwards: int
-
-    @property
-    def parameters(self) -> Sequence[torch.nn.Parameter]:
-        """The parameters that are reduced."""
-        ...
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Their names."""
-        ...
-
-    @property
-    def unreduced_parameters(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
-        """Names and parameters that are not reduced even if they require gradients later."""
-        ...
-
-    def has_local_gradients(self) -> bool:
-        """Whether a gradient arrived since the last reduction, and none is about to be reduced. Cheap."""
-        ...
-
-    def local_gradients(self) -> list[int]:
-        """Indices of the parameters whose gradient did."""
-        ...
 
 
 @dataclass

@@ -16,12 +16,12 @@ from typing_extensions import override
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm import CommFactory, CommHook
 from ddpobs.errors import ReducerError
+from ddpobs.observers import ModuleObserver
 from ddpobs.reducer import model_check, pipeline_steps, shared_parameters, zero_participation
 from ddpobs.reducer.ddp_timings import Timings
 from ddpobs.reducer.fault_broadcast import Fault
 from ddpobs.reducer.front_end import FrontEnd
 from ddpobs.reducer.late_parameters import Frozen
-from ddpobs.reducer.observer import Observer
 from ddpobs.reducer.reducer import Reducer
 from ddpobs.reducer.settings import Settings
 from ddpobs.reducer.substitution import Substitution
@@ -88,7 +88,7 @@ class ModuleReducer(FrontEnd):
         group: dist.ProcessGroup,
         comm_factory: CommFactory,
         settings: Settings,
-        recorder: Observer | None,
+        recorder: ModuleObserver | None,
         frozen: Iterable[Frozen] = (),
     ) -> None:
         self._weak_self, self._module = weakref.ref(self), weakref.ref(module)

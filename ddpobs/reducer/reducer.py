@@ -26,10 +26,10 @@ from ddpobs.clocks import Stamp
 from ddpobs.comm import AllReduce, BucketComm, CommFactory, Pending, SkippedBucket
 from ddpobs.config import wants_ranges
 from ddpobs.errors import UnusedParametersError
+from ddpobs.observers import BackwardStamps, ModuleObserver
 from ddpobs.reducer.fault_broadcast import Fault, FaultBroadcast
 from ddpobs.reducer.front_end import FrontEnd
 from ddpobs.reducer.late_parameters import Frozen, LateParameters, assign_absent, densify
-from ddpobs.reducer.observer import BackwardStamps, Observer
 from ddpobs.reducer.participation import AllRequired, Participation, choose
 from ddpobs.reducer.readiness import Hook, Readiness
 from ddpobs.reducer.settings import Settings
@@ -80,7 +80,7 @@ class Reducer:
         group: dist.ProcessGroup,
         comm_factory: CommFactory,
         settings: Settings,
-        recorder: Observer | None,
+        recorder: ModuleObserver | None,
         front_end: FrontEnd,
         frozen: Iterable[Frozen] = (),
         wrap_hook: Callable[[int, Hook], Hook] | None = None,

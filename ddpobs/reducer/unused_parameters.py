@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.buckets.layout import Layout
 from ddpobs.comm import Pending, SkippedBucket
-from ddpobs.reducer.observer import Observer
+from ddpobs.observers import ModuleObserver
 
 
 class UnusedParameters:
@@ -35,7 +35,7 @@ class UnusedParameters:
         recorder: As given.
     """
 
-    def __init__(self, layout: Layout, recorder: Observer | None) -> None:
+    def __init__(self, layout: Layout, recorder: ModuleObserver | None) -> None:
         self._layout, self.recorder = layout, recorder
         self._previous: list[int] | None = None
         self.stashed: dict[int, torch.Tensor] = {}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpobs.reducer.observer import Observer
+from ddpobs.observers import ModuleObserver
 from ddpobs.torch_seam.collectives import wait_for
 
 
@@ -33,7 +33,7 @@ class UsedMap:
         count: int,
         device: torch.device,
         reduce: Callable[[torch.Tensor], dist.Work],
-        recorder: Observer | None,
+        recorder: ModuleObserver | None,
     ) -> None:
         self._count, self._device, self._reduce, self.recorder = count, device, reduce, recorder
         self._work: dist.Work | None = None

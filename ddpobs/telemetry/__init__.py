@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ddpobs import wire
 from ddpobs.client.client import Run
 from ddpobs.config import TelemetryConfig
-from ddpobs.recording.module_recorder import ModuleRecorder
+from ddpobs.observers import ModuleObserver
 from ddpobs.telemetry.process import Telemetry
 from ddpobs.torch_seam.collectives import ranks_of
 from ddpobs.torch_seam.modes import unseen
@@ -33,7 +33,7 @@ def join(
     process_group: dist.ProcessGroup,
     settings: Mapping[str, wire.Scalar],
     name: str | None = None,
-) -> ModuleRecorder:
+) -> ModuleObserver:
     """Start recording one DDP module.
 
     The first module of a process starts the telemetry thread and installs the hooks. So does the first module after the
@@ -57,7 +57,7 @@ def join(
     return _process.recorder(module, ranks_of(process_group), name)
 
 
-def leave(recorder: ModuleRecorder) -> None:
+def leave(recorder: ModuleObserver) -> None:
     """Stop recording a module; with the last module the process's telemetry ends, thread and hooks included."""
     global _process
     if _process is not None and _process.leave(recorder):
@@ -65,7 +65,7 @@ def leave(recorder: ModuleRecorder) -> None:
         process.close()
 
 
-def forget(recorder: ModuleRecorder) -> None:
+def forget(recorder: ModuleObserver) -> None:
     """Stop recording a deleted module; the process's telemetry continues for later modules."""
     if _process is not None:
         _process.leave(recorder)

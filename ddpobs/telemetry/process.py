@@ -24,6 +24,7 @@ from ddpobs.export.exporter import DONE, Exporter
 from ddpobs.export.identity import Envelope, Identity
 from ddpobs.export.spool import folder_of
 from ddpobs.never_raises import never_raises
+from ddpobs.observers import ModuleObserver
 from ddpobs.ranks.rendezvous import Rendezvous
 from ddpobs.ranks.run_identity import RunIdentity
 from ddpobs.recording.counter_reader import CounterReader
@@ -178,9 +179,9 @@ class Telemetry:
         self._journal.training_interrupted()  # Building a model is no part of a step.
         return recorder
 
-    def leave(self, recorder: ModuleRecorder) -> bool:
+    def leave(self, observer: ModuleObserver) -> bool:
         """Remove a module; returns whether it was the last one."""
-        if recorder in self._recorders:
+        for recorder in [recorder for recorder in self._recorders if recorder is observer]:
             self._flush_fingerprints()
             self._recorders.remove(recorder)
             self._journal.modules -= 1

@@ -1,8 +1,10 @@
-"""The contract between gradient reduction and telemetry.
+"""The contract between training and telemetry: what a door reports about one module, split by what it is for.
 
-A DDP module has one `Observer`, or None while telemetry is off. Our reducer calls it, and so does `ddpobs.attach` for
-torch's own DDP. `ddpobs.recording` implements it. Nothing under `reducer/`, `buckets/`, `comm/` or `torch_seam/`
-imports that package.
+A DDP module has one `ModuleObserver` from `ddpobs.telemetry.join`, or None while telemetry is off. `BackwardObserver`
+takes the steps and their buckets, `ReplicaObserver` compares the replicas, and `PlaceObserver` keeps where the process
+is, for the case that it hangs. `recording/module_recorder.py` implements all three. The doors (`ddp`, `attachment`,
+`horovod`) and the reducer import nothing of that package. A door reports the calls that it has: a training without
+buckets calls neither `layout` nor `bucket_launched`.
 
 The calls of one training step, in order:
 
@@ -26,8 +28,10 @@ autograd's thread for the module's device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
+
+import torch
 
 from ddpobs import wire
 from ddpobs.clocks import Stamp
@@ -55,8 +59,41 @@ class BackwardStamps(Protocol):
     last_bucket: memoryview[int]
 
 
-class Observer(Protocol):
-    """Receives the facts of one module's steps."""
+class GradientSource(Protocol):
+    """Follows the gradients of one module.
+
+    Attributes:
+        forwards: Forwards of the DDP module with gradients so far.
+    """
+
+    forwards: int
+
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """The parameters that are reduced."""
+        ...
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Their names."""
+        ...
+
+    @property
+    def unreduced_parameters(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
+        """Names and parameters that are not reduced even if they require gradients later."""
+        ...
+
+    def has_local_gradients(self) -> bool:
+        """Whether a gradient arrived since the last reduction, and none is about to be reduced. Cheap."""
+        ...
+
+    def local_gradients(self) -> list[int]:
+        """Indices of the parameters whose gradient did."""
+        ...
+
+
+class BackwardObserver(Protocol):
+    """Receives the steps of one module: its forwards, backwards, buckets and other communication."""
 
     @property
     def now(self) -> Callable[[], Stamp]:
@@ -71,10 +108,13 @@ class Observer(Protocol):
         """Record that the module's forward was called with these inputs."""
         ...
 
-    def backward(self) -> BackwardStamps | None:
+    def backward(self, counted: bool = False) -> BackwardStamps | None:
         """Open the record of the synchronised backward that begins.
 
         None if nothing may be recorded, as while a CUDA graph is captured.
+
+        Args:
+            counted: `PlaceObserver.reduction_began` was called for this backward.
         """
         ...
 
@@ -90,20 +130,12 @@ class Observer(Protocol):
         """Record the parameters without a gradient on this rank, and on every rank. Cheap if they did not change."""
         ...
 
-    def shadowed(self) -> None:
-        """Record that this rank, out of data under `join`, took part in another rank's backward."""
+    def shadowed(self, counted: bool = False) -> None:
+        """Record that this rank, out of data under `join`, took part in another rank's backward; see `backward`."""
         ...
 
     def event(self, kind: str, **detail: wire.Scalar) -> None:
         """Record a single event, such as `buckets_rebuilt` or `comm_hook_set`."""
-        ...
-
-    def waiting_began(self) -> bool:
-        """Record the start of a wait for buckets outside of backward (Horovod's). False if it is not recorded."""
-        ...
-
-    def waiting_ended(self) -> None:
-        """Record the end of a wait for which `waiting_began` returned True."""
         ...
 
     @property
@@ -114,3 +146,55 @@ class Observer(Protocol):
     def on_backward_end(self, callback: Callable[[], None], /) -> Callable[[], None]:
         """Call a function when the outermost backward returns. The result unregisters it."""
         ...
+
+
+class ReplicaObserver(Protocol):
+    """Compares the replicas of one module over the ranks."""
+
+    def compare_replicas(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
+        """Sample fingerprints of these parameters from now on; both lists may grow."""
+        ...
+
+    @property
+    def waits_for_forward(self) -> bool:
+        """Whether `replicas_ready` is to be called in the next forward with gradients."""
+        ...
+
+    def replicas_ready(self, buffers: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
+        """Sample the parameters after an optimizer's step, and the buffers that were just made the same on all ranks.
+
+        Called in a forward.
+        """
+        ...
+
+    def follow_gradients(self, source: GradientSource) -> None:
+        """Report optimizer steps on gradients of this source that were never reduced."""
+        ...
+
+
+class PlaceObserver(Protocol):
+    """Keeps where the process is, which another process reads if this one hangs."""
+
+    def reduction_began(self, launched_ns: list[Stamp], done_ns: list[Stamp]) -> None:
+        """Count a synchronised backward, and follow its buckets: stamps of launch and completion, 0 until then."""
+        ...
+
+    def bucket_launched(self, bucket: int) -> None:
+        """Keep the bucket launched last, `wire.UNKNOWN` at the begin of a backward."""
+        ...
+
+    def buffers_began(self) -> Stamp:
+        """Count the broadcast of buffers that begins, and return its stamp."""
+        ...
+
+    def waiting_began(self) -> bool:
+        """Record the start of a wait for buckets outside of backward (Horovod's). False if it is not recorded."""
+        ...
+
+    def waiting_ended(self) -> None:
+        """Record the end of a wait for which `waiting_began` returned True."""
+        ...
+
+
+class ModuleObserver(BackwardObserver, ReplicaObserver, PlaceObserver, Protocol):
+    """Receives all that a door reports about one module."""
