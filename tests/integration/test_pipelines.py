@@ -145,4 +145,4 @@ def test_the_report_shows_the_stages(runs: str) -> None:
     shown = CliRunner().invoke(main, ["report", "uneven", "--collector", runs]).stdout
     assert "pipeline: ScheduleGPipe, 4 micro-batches a step; with equal stages the bubble is 20.0 %" in shown
     assert "stage 1 (rank 2, 3): " in shown
-    assert "Stage 1 holds the pipeline up" in shown
+    assert "The pipeline waits for stage 1" in shown
