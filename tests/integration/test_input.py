@@ -19,7 +19,7 @@ from ddpobs.export.spool import Spool
 
 pytestmark = pytest.mark.wide
 
-SCRIPT = Path(__file__).with_name("input_cases.py")
+SCRIPT = Path(__file__).with_name("scripts") / "input_cases.py"
 TRAINING = {
     "DDPOBS_TELEMETRY": "http://127.0.0.1:9",
     "DDPOBS_RUN": "input",
