@@ -10,7 +10,7 @@ demo:
 
 test:
 	@scripts/setup.sh test
-	@$(RUN)/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder -m "not alone and not wide"
+	@$(RUN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not alone and not wide"
 	@$(RUN)/python -m pytest -m "alone and not wide" tests/integration
 
 # More cases of what `test` covers, injected faults, and every benchmark in its smallest form.

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 import httpx._transports.default as transports
@@ -15,7 +16,8 @@ import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import settings
 
-from benchmarks.rig import databases, leftovers
+from benchmarks.faults import launch
+from benchmarks.rig import collector, databases, leftovers, patience
 from tests.support.longest_files import FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +31,7 @@ transports.create_ssl_context = cache(transports.create_ssl_context)
 
 # On a busy machine an answer may take longer than httpx's five seconds; a test with a limit sets its own.
 for name in ("connect", "read", "write", "pool"):
-    setattr(DEFAULT_TIMEOUT_CONFIG, name, 60.0)
+    setattr(DEFAULT_TIMEOUT_CONFIG, name, patience.HANG_S)
 
 
 _mark = os.environ[leftovers.MARK] = leftovers.new_mark()
@@ -39,10 +41,20 @@ _mark = os.environ[leftovers.MARK] = leftovers.new_mark()
 def _nothing_remains(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """End all processes that tests of this process started, and fail if one still runs that belongs to no session."""
     yield
-    leftovers.end_servers()
+    _end_servers()
     folders = (tmp_path_factory.getbasetemp(), Path(tempfile.gettempdir(), databases.folder_prefix()))
     if remaining := leftovers.remove(_mark, folders):
         pytest.fail("tests left behind: " + "; ".join(remaining))
+
+
+def _end_servers() -> None:
+    """End the processes that serve a whole session: those that fork ranks, and multiprocessing's tracker."""
+    for server in (launch.fork_server, collector.fork_server):
+        if server.cache_info().currsize:
+            server().close()
+            server.cache_clear()
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session", autouse=True)

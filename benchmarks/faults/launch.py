@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.faults.fork_server import ForkedRank, ForkServer
+from benchmarks.rig import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 HANGING = Path(__file__).with_name("hanging.py")
@@ -35,7 +36,7 @@ class Ranks:
     processes: Sequence[subprocess.Popen[bytes] | ForkedRank]
     folder: Path
 
-    def wait_for_fault(self, timeout_s: float = 120) -> float:
+    def wait_for_fault(self, timeout_s: float = patience.HANG_S) -> float:
         """Wait until the faulty rank has reached its fault; returns the time (`time.time`) at which it did.
 
         Raises:

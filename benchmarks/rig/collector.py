@@ -22,9 +22,9 @@ from typing import Any
 import httpx
 
 from benchmarks.faults.fork_server import ForkedRank, ForkServer
+from benchmarks.rig import patience
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 60.0
 _LISTENING = re.compile(r"ddpobs-server: (https?://[^ ,]+)")
 
 
@@ -40,7 +40,7 @@ class Collector:
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Signal the process and wait for its end."""
         self.process.send_signal(number)
-        return self.process.wait(START_S)
+        return self.process.wait(patience.HANG_S)
 
 
 @contextmanager
@@ -95,12 +95,12 @@ def running_collector(folder: Path, **settings: Any) -> Iterator[str]:
 
 def _listening(process: subprocess.Popen[bytes] | ForkedRank, log: Path, ca: Path | None) -> str:
     authorities = ssl.create_default_context(cafile=ca)
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + patience.HANG_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"the collector ended with {process.returncode}:\n{log.read_text()}")
         if match := _LISTENING.search(log.read_text()):
-            httpx.get(f"{match[1]}/readyz", timeout=START_S, verify=authorities).raise_for_status()
+            httpx.get(f"{match[1]}/readyz", timeout=patience.HANG_S, verify=authorities).raise_for_status()
             return match[1]
         time.sleep(0.05)
-    raise TimeoutError(f"no collector after {START_S} s:\n{log.read_text()}")
+    raise TimeoutError(f"no collector after {patience.HANG_S} s:\n{log.read_text()}")

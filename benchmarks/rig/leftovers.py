@@ -12,11 +12,7 @@ import subprocess
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-
-from benchmarks.faults import launch
-from benchmarks.rig import collector
 
 MARK = "TESTS_STARTED_BY"
 """Of the environment; a mark begins with that of the process above."""
@@ -48,16 +44,6 @@ def kill(mark: str) -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-
-
-def end_servers() -> None:
-    """End the processes that serve a whole session: those that fork ranks, and multiprocessing's tracker."""
-    for server in (launch.fork_server, collector.fork_server):
-        if server.cache_info().currsize:
-            server().close()
-            server.cache_clear()
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
-    resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 def remove(mark: str, folders: Iterable[Path]) -> list[str]:

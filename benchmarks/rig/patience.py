@@ -1,4 +1,4 @@
-"""Run a command and all processes that it starts, with a report of the stacks if they hang."""
+"""Waiting that ends: for a command with all processes that it starts, and for a condition."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.rig.leftovers import MARK, kill, new_mark, started
 
+HANG_S = 400
+"""Longest wait for a process: only a hang takes as long, however full the machine is."""
+
 
 def run(
-    command: Sequence[str | Path], *, environ: Mapping[str, str], timeout_s: float, **options: Any
+    command: Sequence[str | Path], *, environ: Mapping[str, str], timeout_s: float = HANG_S, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run a command and return its exit status and output, as `subprocess.run` does.
 
@@ -47,6 +50,24 @@ def run(
         process.wait()
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def until(condition: Callable[[], Any], logs: Callable[[], str] = str, limit_s: float = HANG_S) -> Any:
+    """Wait until a condition holds, and return its value.
+
+    Args:
+        condition: Returns a true value once it holds.
+        logs: Returns what the message of the error ends with.
+        limit_s: Longest wait.
+
+    Raises:
+        AssertionError: It did not hold in time.
+    """
+    deadline = time.monotonic() + limit_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"the condition did not hold within {limit_s} s\n{logs()}"
+        time.sleep(0.05)
+    return value
 
 
 def _end(pid: int, number: signal.Signals, mark: str) -> None:

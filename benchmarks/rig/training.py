@@ -54,7 +54,7 @@ def train(
         return _fork(script, arguments, settings)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | settings
-    done = patience.run([*launcher, script, *arguments], environ=environ, timeout_s=120, stderr=subprocess.STDOUT)
+    done = patience.run([*launcher, script, *arguments], environ=environ, stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout
     return done.stdout
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rig import leftovers
+from benchmarks.rig import leftovers, patience
 
 pytestmark = pytest.mark.wide
 
@@ -54,7 +54,7 @@ def test_an_orphan_fails_the_session_and_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
     with session(tmp_path, LEAVES_AN_ORPHAN, *arguments) as running:
-        output, _ = running.communicate(timeout=100)
+        output, _ = running.communicate(timeout=patience.HANG_S)
     assert running.returncode == 1
     assert "tests left behind: process" in output
     assert "(sleep 600, of test_it.py::test_leaves_an_orphan (call))" in output
@@ -64,11 +64,11 @@ def test_an_orphan_fails_the_session_and_is_ended(
 @pytest.mark.parametrize("arguments", [(), ("-n", "1")])
 def test_sigterm_ends_a_session_with_its_processes(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     with session(tmp_path, WAITS, *arguments) as running:
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + patience.HANG_S
         while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n")):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         running.send_signal(signal.SIGTERM)
-        running.communicate(timeout=100)
+        running.communicate(timeout=patience.HANG_S)
     assert running.returncode != 0
     assert is_over(tmp_path)

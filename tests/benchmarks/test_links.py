@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.links import INTERFACE, MANAGEMENT, LinkError, Links, address, links
+from benchmarks.rig import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTEN = (
@@ -98,7 +99,7 @@ def test_a_network_ends_with_the_process_that_made_it(number: signal.Signals) ->
         assert len(made) == 2, "a switch and a host"
         process.send_signal(number)
         process.wait()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience.HANG_S
     while made & networks():
         assert time.monotonic() < deadline, f"{made & networks()} remain"
         time.sleep(0.05)

@@ -18,6 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import ddpobs as package
+from benchmarks.rig import patience
 from ddpobs.cli import main
 from ddpobs.cli import watch as watching
 from ddpobs.export.spool import Encoded, Spool
@@ -27,9 +28,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def ddpobs(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environ = dict(os.environ, PYTHONPATH=str(ROOT))
+    environ = {"DDPOBS_TIMEOUT_S": str(patience.HANG_S), **os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", "from ddpobs.cli import main; main()", *arguments]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
 
 
 def invoke(*arguments: str, **environ: str) -> Result:
@@ -364,7 +365,7 @@ def test_a_certificate_counts_if_ssl_cert_file_names_it(tmp_path: Path, monkeypa
     key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=60)
+    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate, key)
     with collector(lambda path: (200, {}, b'{"runs": []}'), tls=tls) as server:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.rig import patience
 from ddpobs.cli import main
 from ddpobs.cli.horovodrun import by_mpiexec, by_torchrun, read_hosts
 
@@ -44,7 +45,7 @@ def test_options_become_settings_in_the_environment(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience.HANG_S,
         check=False,
     )
     assert done.stdout.splitlines() == [

@@ -127,7 +127,7 @@ def joined_later(rank: int, world_size: int, folder: Path) -> bool:
 
 
 def test_a_rank_that_joins_later_shares_the_other_ranks_side_groups(tmp_path: Path) -> None:
-    assert run_ranks(joined_later, 2, tmp_path, timeout_s=40) == [True, True]
+    assert run_ranks(joined_later, 2, tmp_path) == [True, True]
 
 
 def destroyed_groups(rank: int, world_size: int) -> dict[str, list[Any]]:
@@ -197,7 +197,7 @@ def together(rank: int, world_size: int) -> list[bool]:
 
 
 def test_modules_that_share_one_backward_or_take_turns_train_as_alone() -> None:
-    assert run_ranks(together, 2, timeout_s=40) == [[True] * (len(CASES) + 2)] * 2
+    assert run_ranks(together, 2) == [[True] * (len(CASES) + 2)] * 2
 
 
 class Fails:
@@ -233,4 +233,4 @@ def after_a_fault(rank: int, world_size: int) -> tuple[bool, bool]:
 
 
 def test_failed_stages_do_not_disturb_other_modules() -> None:
-    assert run_ranks(after_a_fault, 2, timeout_s=40) == [(True, True)] * 2
+    assert run_ranks(after_a_fault, 2) == [(True, True)] * 2

@@ -76,7 +76,7 @@ def copied_alone(rank: int, world_size: int, strategy: str, groups: int) -> bool
     ("strategy", "groups"), [(strategy, 1 + (strategy == "all_reduce")) for strategy in STRATEGIES] + [("int8", 3)]
 )
 def test_a_copy_on_one_rank_alone_does_not_wait_for_the_others(strategy: str, groups: int) -> None:
-    assert run_ranks(copied_alone, 2, strategy, groups, timeout_s=30) == [True, True]
+    assert run_ranks(copied_alone, 2, strategy, groups) == [True, True]
 
 
 def replaced_unused(rank: int, world_size: int) -> dict[str, bool]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import ddpobs
+from benchmarks.rig import patience
 from benchmarks.rig.training import ROOT
 from ddpobs import DistributedDataParallel, telemetry
 from ddpobs.torch_seam import collectives, interpreter_exit
@@ -170,7 +171,7 @@ def test_a_rank_that_outlives_the_store_logs_it_at_most_once(tmp_path: Any) -> N
         )
         for rank in range(2)
     ]
-    outputs = [process.communicate(timeout=60)[1] for process in ranks]
+    outputs = [process.communicate(timeout=patience.HANG_S)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], outputs
     assert outputs[1].count("TCPStore") <= 3, outputs[1]  # One warning, with the name twice in its stack.
     assert "Traceback" not in outputs[1]

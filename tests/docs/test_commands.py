@@ -116,7 +116,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         environ = environment(folder) | PATIENT | {"DDPOBS_RUN": RUN}
         line = max(TRAININGS, key=len).replace("http://collector:8321", running.url)
         line = re.sub(r"--nproc-per-node \d+", "--standalone --nproc-per-node 2", line)
-        trained = patience.run(["bash", "-c", line], environ=environ, timeout_s=120, cwd=folder)
+        trained = patience.run(["bash", "-c", line], environ=environ, cwd=folder)
         place = Place(start, running.url, folder, trained)
         code, output = run_line("ddpobs-server token create first", place)
         assert code == 0, output  # It makes the database that other commands of the collector need.

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from benchmarks.broken import FAULTS, broken
+from benchmarks.rig import patience
 from ddpobs.config import TelemetryConfig
 from ddpobs.export import delivery
 from ddpobs.export.http_sender import Answer, Outcome, Sender
 from ddpobs.export.spool import Encoded, Spool
-from tests.support.exporters import event, exporter, kinds, until
+from tests.support.exporters import event, exporter, kinds
 from tests.support.integration.collectors import absent, acknowledge, collector, status
 
 
@@ -32,7 +33,7 @@ def send(url: str, within_s: float = 20.0) -> Answer:
     sender = Sender(TelemetryConfig(collector=url))
     request = lambda: answers.append(sender.send("r", "b" * 16, 0, b"x" * 10**6, within_s))  # noqa: E731
     threading.Thread(target=request, daemon=True).start()
-    until(lambda: answers, 15.0)
+    patience.until(lambda: answers, limit_s=15.0)
     sender.close()
     return answers[0]
 
@@ -42,7 +43,7 @@ def test_exit_is_bounded_and_loses_nothing_with_any_fault(tmp_path: Path, fault:
     with broken(fault) as url:
         running = exporter(url, tmp_path, exit_s=0.4, timeout_s=60.0)
         running.offer(event(), weight=3)
-        until(lambda: running.queued_sizes)
+        patience.until(lambda: running.queued_sizes)
         running.offer(event(), weight=4)
         began = time.monotonic()
         running.close()
@@ -87,12 +88,12 @@ def test_the_thread_continues_while_a_request_hangs(tmp_path: Path) -> None:
         running = exporter(url, tmp_path, exit_s=0.2, timeout_s=60.0)
         running.call_every(0.01, lambda: rounds.append(running.offer_latest(event("pulse"))))  # type: ignore[func-returns-value,arg-type]
         running.offer(event())
-        until(lambda: running.queued_sizes)
+        patience.until(lambda: running.queued_sizes)
         since = len(rounds)
-        until(lambda: len(rounds) > since + 20)
+        patience.until(lambda: len(rounds) > since + 20)
         assert len(running.queued_sizes) == 1, "pulses alone wait for the previous batch"
         running.offer(event("step"))
-        until(lambda: len(running.queued_sizes) == 2)
+        patience.until(lambda: len(running.queued_sizes) == 2)
         running.close()
 
 
@@ -101,7 +102,7 @@ def test_a_few_batches_stay_in_memory_and_the_rest_go_to_disk(tmp_path: Path) ->
         running = exporter(url, tmp_path, exit_s=0.2, timeout_s=60.0, batch_spans=1)
         for _ in range(60):
             running.offer(event())
-        until(lambda: spooled(tmp_path) == 60)
+        patience.until(lambda: spooled(tmp_path) == 60)
         assert len(running.queued_sizes) <= delivery.WAITING_BATCHES + 1
         running.close()
     assert (spooled(tmp_path), running.dropped) == (60, 0)
@@ -113,7 +114,7 @@ def test_spooled_batches_are_sent_when_the_collector_returns(tmp_path: Path, mon
         running = exporter(server.url, tmp_path, batch_spans=1)
         for number in range(8):
             running.offer(event(str(number)))
-        until(lambda: {str(number) for number in range(8)} <= set(kinds(server.puts[2:])))
+        patience.until(lambda: {str(number) for number in range(8)} <= set(kinds(server.puts[2:])))
         running.close()
     assert (spooled(tmp_path), running.dropped) == (0, 0)
 
@@ -125,7 +126,7 @@ def test_the_collectors_pause_is_respected_at_exit_too(tmp_path: Path, code: int
     with collector(status(code, Retry_After=value)) as server:
         running = exporter(server.url, tmp_path)
         running.offer(event())
-        until(lambda: server.puts)
+        patience.until(lambda: server.puts)
         running.close()
         assert 30 < send(server.url).retry_after_s <= 60
     assert (len(server.puts), spooled(tmp_path), running.dropped) == (2, 1, 0)
@@ -145,7 +146,7 @@ def test_a_wrong_token_is_logged_once_and_seldom_sent(
     with collector(status(403)) as server:
         running = exporter(server.url, tmp_path)
         running.offer(event())
-        until(lambda: len(server.puts) > 2)
+        patience.until(lambda: len(server.puts) > 2)
         running.close()
     assert [record.message for record in caplog.records if "rejects the token" in record.message] == [
         'ddpobs: the collector rejects the token (DDPOBS_TOKEN): HTTP 403: {"detail": "no"}'
@@ -171,7 +172,7 @@ def test_a_name_that_does_not_resolve_delays_nothing(tmp_path: Path, monkeypatch
     running.offer(event())
     assert requested.wait(20)
     running.offer(event())
-    until(lambda: len(running.queued_sizes) == 2)
+    patience.until(lambda: len(running.queued_sizes) == 2)
     running.close()
     assert (spooled(tmp_path), running.dropped) == (2, 0)
     answered.set()
@@ -198,10 +199,10 @@ def test_a_batch_is_on_disk_until_it_is_acknowledged(tmp_path: Path) -> None:
     with collector(status(503, Retry_After="2"), acknowledge) as server:
         running = exporter(server.url, tmp_path)
         running.offer(event("first"))
-        until(lambda: len(server.puts) == 1)
+        patience.until(lambda: len(server.puts) == 1)
         running.offer(event("second"))
-        until(lambda: spooled(tmp_path) == 2)  # One waits for its second request, the other for its first.
-        until(lambda: {"first", "second"} <= set(kinds(server.puts[1:])) and spooled(tmp_path) == 0)
+        patience.until(lambda: spooled(tmp_path) == 2)  # One waits for its second request, the other for its first.
+        patience.until(lambda: {"first", "second"} <= set(kinds(server.puts[1:])) and spooled(tmp_path) == 0)
         running.close()
     assert (spooled(tmp_path), running.dropped) == (0, 0)
 
@@ -210,9 +211,9 @@ def test_a_batch_is_copied_while_a_request_hangs(tmp_path: Path) -> None:
     with broken("silent") as url:
         running = exporter(url, tmp_path, exit_s=0.2, timeout_s=60.0)
         running.offer(event("first"))
-        until(lambda: running._delivery._in_flight)
+        patience.until(lambda: running._delivery._in_flight)
         running.offer(event("second"))
-        until(lambda: spooled(tmp_path) == 2)
+        patience.until(lambda: spooled(tmp_path) == 2)
         running.close()
     assert (spooled(tmp_path), running.dropped) == (2, 0)
 
@@ -222,9 +223,9 @@ def test_a_spool_that_cannot_be_written_changes_nothing_else(tmp_path: Path, cap
     with collector(acknowledge) as server:
         running = exporter(server.url, tmp_path / "file")
         running.offer(event("first"))
-        until(lambda: "first" in kinds(server.puts))
+        patience.until(lambda: "first" in kinds(server.puts))
         running.offer(event("second"))
-        until(lambda: "second" in kinds(server.puts))
+        patience.until(lambda: "second" in kinds(server.puts))
         running.close()
     assert (running.dropped, caplog.text) == (0, "")
 
@@ -235,7 +236,7 @@ def test_a_copy_displaces_no_other_batch_and_is_displaced_by_none(tmp_path: Path
     with broken("silent") as url:
         running = exporter(url, tmp_path, spool_mb=0.002, exit_s=0.2, timeout_s=60.0)
         running.offer(event())
-        until(lambda: running._delivery._in_flight)
+        patience.until(lambda: running._delivery._in_flight)
         assert [batch.run for batch in earlier.batches()] == ["earlier"]
         running.close()
     spool = Spool(tmp_path, 25)
@@ -256,11 +257,11 @@ def test_the_batches_of_a_dead_process_are_sent(tmp_path: Path) -> None:
     with collector(acknowledge, status(409), acknowledge) as server:
         running = exporter(server.url, tmp_path)
         running.offer(event())
-        until(lambda: len(server.puts) == 1)
+        patience.until(lambda: len(server.puts) == 1)
         spool.put(Encoded("r", "d" * 16, 7, 5, b"x"), 0, lambda *_: None)
         spool.put(Encoded("r", "d" * 16, 8, 5, b"x"), 1, lambda *_: None)
         running.adopt({"d" * 16})
-        until(lambda: len(server.puts) == 3 and spooled(tmp_path) == 0)
+        patience.until(lambda: len(server.puts) == 3 and spooled(tmp_path) == 0)
         running.close()
     sent = [path.rpartition("sources/")[2] for path, *_ in server.puts[1:]]
     assert sent == [f"{'d' * 16}/batches/7", f"{'d' * 16}/batches/8"]
@@ -291,9 +292,11 @@ def test_a_failing_disk_does_not_end_the_delivery_and_is_counted_once(
             monkeypatch.setattr(Path, name, failing(name))
         for number in range(8):
             running.offer(event(str(number)))
-        until(lambda: len(set(kinds(server.puts[2:])) & set(map(str, range(8)))) == (8 if fault == "unlink" else 7))
+        patience.until(
+            lambda: len(set(kinds(server.puts[2:])) & set(map(str, range(8)))) == (8 if fault == "unlink" else 7)
+        )
         running.offer(event("last"))
-        until(lambda: "last" in kinds(server.puts[2:]))
+        patience.until(lambda: "last" in kinds(server.puts[2:]))
         running.close()
     assert running.dropped == (0 if fault == "unlink" else 1)
 
@@ -315,12 +318,12 @@ def test_a_failing_disk_does_not_delay_batches_in_memory(tmp_path: Path, monkeyp
         running = exporter(server.url, tmp_path, batch_spans=1)
         for number in range(4):
             running.offer(event(str(number)))
-        until(lambda: list(tmp_path.glob("*.batch")))
+        patience.until(lambda: list(tmp_path.glob("*.batch")))
         monkeypatch.setattr(os, "listdir", stale(listed))
         monkeypatch.setattr(Path, "write_bytes", stale(wrote))
-        until(lambda: running._delivery._disk_failures > 3)
+        patience.until(lambda: running._delivery._disk_failures > 3)
         running.offer(event("last"))
-        until(lambda: "last" in kinds(server.puts[2:]), 10.0)
+        patience.until(lambda: "last" in kinds(server.puts[2:]), limit_s=10.0)
         running.close()
 
 

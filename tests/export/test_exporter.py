@@ -14,11 +14,12 @@ import pytest
 import zstandard
 
 from benchmarks.broken import broken
+from benchmarks.rig import patience
 from ddpobs import wire
 from ddpobs.config import TelemetryConfig
 from ddpobs.export.exporter import Exporter
 from ddpobs.export.spool import Spool
-from tests.support.exporters import IDENTITY, encode, event, exporter, kinds, until
+from tests.support.exporters import IDENTITY, encode, event, exporter, kinds
 from tests.support.integration.collectors import absent, acknowledge, collector, rubbish, status
 
 
@@ -64,7 +65,7 @@ def test_a_retry_has_the_same_body(tmp_path: Path, reply: Callable[..., object])
     with collector(reply, acknowledge) as server:  # type: ignore[arg-type]
         running = exporter(server.url, tmp_path)
         running.offer(event())
-        until(lambda: len(server.puts) == 2)
+        patience.until(lambda: len(server.puts) == 2)
         running.close()
     assert server.puts[0][:2] == server.puts[1][:2]
     assert running.dropped == 0
@@ -75,7 +76,7 @@ def test_retry_after_is_honoured(tmp_path: Path, code: int) -> None:
     with collector(status(code, Retry_After="1"), acknowledge) as server:
         running = exporter(server.url, tmp_path)
         running.offer(event())
-        until(lambda: len(server.puts) == 2)
+        patience.until(lambda: len(server.puts) == 2)
         running.close()
     assert server.puts[1][2] - server.puts[0][2] >= 1.0
 
@@ -128,10 +129,10 @@ def test_a_record_that_is_not_ready_does_not_delay_pulses(tmp_path: Path) -> Non
         waiting.call_every(0.01, lambda: waiting.offer_latest(event("pulse")))
         waiting.start()
         waiting.offer(event("step"))
-        until(lambda: len(server.puts) > 3)
+        patience.until(lambda: len(server.puts) > 3)
         assert "step" not in kinds(server.puts)
         passed.set()
-        until(lambda: "step" in kinds(server.puts))
+        patience.until(lambda: "step" in kinds(server.puts))
         waiting.close()
 
 
@@ -139,9 +140,9 @@ def test_an_error_in_the_encoder_does_not_end_the_thread(tmp_path: Path) -> None
     with collector(acknowledge) as server:
         running = exporter(server.url, tmp_path)
         running.offer(object())
-        until(lambda: running.dropped == 1)
+        patience.until(lambda: running.dropped == 1)
         running.offer(event())
-        until(lambda: server.puts)
+        patience.until(lambda: server.puts)
         running.close()
     running.close()
 
@@ -150,7 +151,7 @@ def test_a_forked_child_has_no_exporter(tmp_path: Path) -> None:
     with broken("silent") as url:
         running = exporter(url, tmp_path, exit_s=0.2)
         running.offer(event())
-        until(lambda: running.queued_sizes)
+        patience.until(lambda: running.queued_sizes)
         child = os.fork()
         if child == 0:
             os._exit(0 if not running.offer(event()) and threading.active_count() == 1 else 1)
@@ -226,6 +227,6 @@ def test_an_urgent_record_is_sent_at_once(tmp_path: Path) -> None:
         running.offer(event("waits"))
         running.call_every(0.1, look)
         running.start()
-        until(lambda: server.puts)
+        patience.until(lambda: server.puts)
         assert kinds(server.puts) == ["waits", "stuck"]
         running.close()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import ddpobs.horovod as hvd
+from benchmarks.rig import patience
 from ddpobs.errors import HorovodError
 from tests.support.distributed.horovod import raised
 from tests.support.distributed.launch import run_ranks
@@ -40,7 +41,7 @@ def collectives(rank: int, ranks: int) -> dict[str, Any]:
         "unchanged": values,
     }
     handle = hvd.allreduce_async_(in_place := values.clone(), op=hvd.Sum)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + patience.HANG_S
     while not hvd.poll(handle) and time.monotonic() < deadline:
         time.sleep(0.001)
     results["polled"], results["in place"] = hvd.poll(handle), hvd.synchronize(handle) is in_place

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ddpobs.horovod as hvd
+from benchmarks.rig import patience
 from ddpobs.errors import HorovodError, HostsUpdatedInterrupt
 from ddpobs.horovod.process import reset
 from tests.support.distributed.compare import net
@@ -243,7 +244,7 @@ def test_horovodruns_next_attempt_begins_with_the_last_commit(tmp_path: Path) ->
         | {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience.HANG_S,
         check=False,
     )
     # Each batch sets the weight to 0, then to 1.

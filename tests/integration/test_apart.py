@@ -30,7 +30,7 @@ def train(case: str, door: str, url: str, folder: Path) -> tuple[str, list[dict[
             output = ranks.logs()
     else:
         arguments = command(*TORCHRUN[1:], SCRIPT, case, url=url, run=run)
-        done = patience.run(arguments["args"], environ=arguments["env"], timeout_s=120, stderr=subprocess.STDOUT)
+        done = patience.run(arguments["args"], environ=arguments["env"], stderr=subprocess.STDOUT)
         assert done.returncode == 0, done.stdout
         output = done.stdout
     sums = {line.split("SUM ")[1] for line in output.splitlines() if "SUM " in line}

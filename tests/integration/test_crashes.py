@@ -17,10 +17,10 @@ import pytest
 
 from benchmarks.faults.crashing import step_ends
 from benchmarks.faults.launch import CRASHING, Ranks, ranks_of
+from benchmarks.rig import patience
 from benchmarks.rig.collector import Collector, collector
 from benchmarks.rig.training import PATIENT, ROOT
 from tests.support.integration.collectors import absent
-from tests.support.integration.waiting import LIMIT_S, wait_for
 from tests.support.ports import free_port
 from tests.support.server.batches import get
 
@@ -56,7 +56,7 @@ def lost_s(folder: Path, running: Collector, rank: int) -> float:
 def push(folder: Path, url: str) -> str:
     command = [str(Path(sys.executable).with_name("ddpobs")), "push", str(folder), "--collector", url]
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
 
 
 def crash(folder: Path, url: str, *case: str, **environ: str) -> Any:
@@ -65,7 +65,7 @@ def crash(folder: Path, url: str, *case: str, **environ: str) -> Any:
 
 
 def returncodes(ranks: Ranks) -> list[int]:
-    return [process.wait(LIMIT_S) for process in ranks.processes]
+    return [process.wait(patience.HANG_S) for process in ranks.processes]
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_rank_that_ends_leaves_its_place(  # noqa: PLR0917 - the facts of one 
     with collector(tmp_path) as running, crash(tmp_path, running.url, kind, phase, **environ) as ranks:
         ranks.wait_for_fault()
         assert returncodes(ranks) == [1, status], ranks.logs()
-        end = wait_for(lambda: ends(running).get(1), ranks.logs)
+        end = patience.until(lambda: ends(running).get(1), ranks.logs)
         assert (end["kind"], end["step"], end["phase"]) == (event, STEP, phase)
         assert ends(running)[0]["kind"] == "failed"
         assert lost_s(tmp_path, running, 1) <= (LOST_S if event == "died" else 0)
@@ -104,7 +104,7 @@ def test_message_and_traceback_can_be_kept_out(tmp_path: Path) -> None:
     with collector(tmp_path) as running:
         with crash(tmp_path, running.url, "exception", "forward", DDPOBS_TRACEBACK="0", FAULT_STEP="3") as ranks:
             returncodes(ranks)
-        end = wait_for(lambda: ends(running).get(1))
+        end = patience.until(lambda: ends(running).get(1))
         assert end["error"] == "ValueError"
         assert not {"message", "traceback"} & set(end)
 
@@ -132,7 +132,7 @@ def test_the_hang_of_a_run_that_a_signal_ended_stays_the_first_finding(number: i
     hang_after = {"DDPOBS_HANG_AFTER_S": "3"}
     with collector(tmp_path) as running, crash(tmp_path, running.url, "hang", "data", **hang_after) as ranks:
         ranks.wait_for_fault()
-        wait_for(lambda: [run["state"] for run in get(running.url, "/runs")["runs"]] == ["hung"], ranks.logs)
+        patience.until(lambda: [run["state"] for run in get(running.url, "/runs")["runs"]] == ["hung"], ranks.logs)
         for process in ranks.processes:
             process.send_signal(number)
         returncodes(ranks)
@@ -146,7 +146,7 @@ def test_the_hang_of_a_run_that_a_signal_ended_stays_the_first_finding(number: i
 def test_push_recovers_ranks_that_were_all_killed_while_the_collector_was_away(tmp_path: Path) -> None:
     with crash(tmp_path, absent(), "hang", "backward", FAULT_STEP="500") as ranks:
         ranks.wait_for_fault()
-        wait_for(lambda: len(step_ends(tmp_path, 0)) >= 500, ranks.logs)
+        patience.until(lambda: len(step_ends(tmp_path, 0)) >= 500, ranks.logs)
         time.sleep(1.0)  # Rank 0 reaches its backward.
         for process in ranks.processes:
             process.kill()
@@ -171,7 +171,7 @@ def test_the_next_attempt_reports_the_one_before(tmp_path: Path) -> None:
         (tmp_path / "ready").unlink()
         with crash(tmp_path, running.url, "hang", "backward", FAULT_STEP="50") as ranks:
             ranks.wait_for_fault()
-            wait_for(lambda: len(ends(running)) == 2, ranks.logs)
+            patience.until(lambda: len(ends(running)) == 2, ranks.logs)
         assert {end["kind"] for end in ends(running).values()} == {"died"}
 
 
@@ -184,7 +184,7 @@ def test_a_survivor_that_is_stuck_reports_a_dead_rank(tmp_path: Path) -> None:
         environ["DDPOBS_TELEMETRY"] = running.url
         with ranks_of(script, ranks=2, folder=tmp_path, environ=environ) as ranks:
             ranks.wait_for_fault()
-            end = wait_for(lambda: ends(running).get(1), ranks.logs)
+            end = patience.until(lambda: ends(running).get(1), ranks.logs)
             assert ranks.processes[0].poll() is None
     assert (end["kind"], end["step"]) == ("died", 49)
 
@@ -214,7 +214,7 @@ def test_a_spawned_process_that_raises_fails(tmp_path: Path) -> None:
         script.write_text(_SPAWNED)
         output = run(script, running.url, tmp_path)
         assert "a bad sample" in output
-        end = wait_for(lambda: ends(running).get(1))
+        end = patience.until(lambda: ends(running).get(1))
         assert (end["kind"], end["message"]) == ("failed", "a bad sample")
 
 
@@ -281,7 +281,7 @@ def run(script: Path, url: str, folder: Path, status: int = 1) -> str:
     } | PATIENT
     environ |= {"DDPOBS_SPOOL": str(folder / "spool"), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     done = subprocess.run(
-        [sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=90, check=False
+        [sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=patience.HANG_S, check=False
     )
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.rig import patience
 from benchmarks.rig.training import ROOT
-from tests.support.integration.faults import wait_until
 from tests.support.integration.tools import need
 from tests.support.ports import free_port
 
@@ -96,7 +96,7 @@ def test_the_health_check_uses_the_port_and_the_protocol_of_the_settings(tmp_pat
         [Path(sys.executable).with_name("ddpobs-server")], cwd=tmp_path, env=environ, stdout=log, stderr=log
     )
     try:
-        wait_until(lambda: is_healthy(environ))
+        patience.until(lambda: is_healthy(environ))
         assert not is_healthy(environ | {"DDPOBS_SERVER_PORT": str(free_port())})
     finally:
         server.terminate()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from sqlalchemy import Engine, create_engine
 
-from benchmarks.rig import databases
+from benchmarks.rig import databases, patience
 from ddpobs.export import http_sender
 from tests.support.integration.faults import (
     BUCKETS,
@@ -32,7 +32,6 @@ from tests.support.integration.faults import (
     push,
     serving,
     stored_spans,
-    wait_until,
 )
 from tests.support.integration.full_disks import LARGE, FillDisk, SmallDisk, full_disk, full_quota
 from tests.support.server.batches import assert_problem, batch, get, put, spans, steps
@@ -127,10 +126,10 @@ def test_sigterm_ends_a_collector_in_order_while_the_database_hangs(server: Any,
         holder.exec_driver_sql("LOCK TABLE chunks IN ACCESS EXCLUSIVE MODE")
         httpx.get(f"{collector.url}/metrics")  # A diagnosis hangs; below, a batch and a read.
         requests = [lambda: put(collector.url, batch("hung", seq=1, steps=steps(2, 2))),
-                    lambda: httpx.get(f"{collector.url}/api/v1/runs/hung/steps", timeout=60)]  # fmt: skip
+                    lambda: httpx.get(f"{collector.url}/api/v1/runs/hung/steps")]  # fmt: skip
         with ThreadPoolExecutor(len(requests)) as pool:
             answers = [pool.submit(request) for request in requests]
-            wait_until(lambda: count_lock_waits(store) == 3, 20)
+            patience.until(lambda: count_lock_waits(store) == 3, limit_s=20)
             began = time.monotonic()
             collector.end(signal.SIGTERM)  # With status 0: not by the alarm that would end it after 30 s.
             assert time.monotonic() - began < 27
@@ -167,7 +166,7 @@ def test_runs_can_be_deleted_on_a_disk_that_batches_filled(tmp_path: Path) -> No
                 break
         assert seq > 50, answer.text
         assert "delete runs" in retryable(answer, 507)["detail"]
-        assert httpx.delete(f"{collector.url}/api/v1/runs/a", timeout=60).status_code == 204
+        assert httpx.delete(f"{collector.url}/api/v1/runs/a").status_code == 204
         assert put(collector.url, batch("c", steps=steps(0, 1))).status_code == 201
         assert get(collector.url, "/runs/b")["run"] == "b"
 
@@ -201,7 +200,7 @@ def assert_recovery(tmp_path: Path, database_url: str, fill: FillDisk) -> None:
                     collector.wait_for_batches(5, "failed")
                     problem = retryable(put(collector.url, batch("large", events=LARGE)), status)
                     assert "nothing of this request was stored" in problem["detail"]
-                    wait_until(lambda: is_consistent(collector.url, "full"))
+                    patience.until(lambda: is_consistent(collector.url, "full"))
             collector.wait_for_batches(20)
         push(ranks.spool, collector.url)
         assert_stored_once(collector.url, "full", ranks.steps)
@@ -211,9 +210,9 @@ def test_spooled_batches_are_sent_by_the_process_and_by_push(tmp_path: Path) -> 
     with RestartableCollector(tmp_path, start=False) as collector:
         ranks = Ranks(collector.url, "spooled", tmp_path / "spool", count=2)
         ranks.step(200)
-        wait_until(lambda: count_spooled(ranks) > 20)
+        patience.until(lambda: count_spooled(ranks) > 20)
         collector.start()
-        wait_until(lambda: not count_spooled(ranks))
+        patience.until(lambda: not count_spooled(ranks))
         collector.end()
         ranks.step(100)
         ranks.stop()
@@ -230,10 +229,10 @@ def test_records_that_the_spool_could_not_hold_are_all_counted_as_dropped(tmp_pa
         live, ended = (Ranks(collector.url, run, tmp_path / run, count=1, spool_mb=0.02) for run in ("live", "ended"))
         for ranks in (live, ended):
             ranks.step(1000)
-            wait_until(lambda ranks=ranks: ranks.exporters[0].dropped)
+            patience.until(lambda ranks=ranks: ranks.exporters[0].dropped)
         ended.stop()
         collector.start()
-        wait_until(lambda: not count_spooled(live))
+        patience.until(lambda: not count_spooled(live))
         live.step()
         live.stop()
         for ranks in (live, ended):

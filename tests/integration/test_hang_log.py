@@ -16,17 +16,16 @@ import pytest
 from benchmarks.faults.cases import CASES
 from benchmarks.faults.launch import HANGING, Ranks, ranks_of
 from benchmarks.links import LinkError
+from benchmarks.rig import patience
 
 pytestmark = pytest.mark.wide
 
 ABSENT = "http://127.0.0.1:9"
 """No collector listens there."""
-LIMIT_S = 60
-"""For a full machine; `benchmarks/hangs.py` measures the time."""
 
 
 def wait_for(pattern: re.Pattern[str], ranks: Ranks) -> None:
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + patience.HANG_S
     while not pattern.search(ranks.logs()):
         assert time.monotonic() < deadline, f"no {pattern.pattern} in\n{ranks.logs()}"
         time.sleep(0.3)
@@ -56,6 +55,6 @@ def test_a_killed_rank_is_a_crash_of_the_others_and_no_hang(tmp_path: Path) -> N
     with ranks_of(HANGING, "kill", ranks=2, folder=tmp_path, environ={"DDPOBS_TELEMETRY": ABSENT}) as ranks:
         ranks.wait_for_fault()
         os.kill(ranks.processes[1].pid, signal.SIGKILL)
-        assert ranks.processes[0].wait(LIMIT_S) != 0
+        assert ranks.processes[0].wait(patience.HANG_S) != 0
         assert "RuntimeError" in ranks.logs()
         assert "is gone" not in ranks.logs()

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.faults.cases import CASES, HEALTHY
-from benchmarks.faults.launch import HANGING, Ranks, ranks_of
+from benchmarks.faults.launch import HANGING, ranks_of
+from benchmarks.rig import patience
 from tests.support.server.batches import get
 
 ACTIVITIES = {"loader": "data", "all-in-data": "data", "fewer-batches": "code", "lock": "code"}
 """What the named ranks do; `cases.py` has the kind, the ranks and the sentence."""
-LIMIT_S = 40
-"""For a full machine; `benchmarks/hangs.py` measures the time."""
 
 
 def hang_of(url: str, run: str) -> dict[str, Any] | None:
@@ -30,14 +28,6 @@ def hang_of(url: str, run: str) -> dict[str, Any] | None:
     return next((f for f in findings if f["code"] == "hang" and f["severity"] == "critical"), None)
 
 
-def wait_for(condition: Callable[[], Any], ranks: Ranks, limit_s: float = LIMIT_S) -> Any:
-    deadline = time.monotonic() + limit_s
-    while not (result := condition()):
-        assert time.monotonic() < deadline, ranks.logs()
-        time.sleep(0.5)
-    return result
-
-
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.wide), 4])
 @pytest.mark.parametrize(
     "name", [case.name for case in CASES.values() if not case.cuts and not case.environ.get("WORKERS")]
@@ -45,19 +35,19 @@ def wait_for(condition: Callable[[], Any], ranks: Ranks, limit_s: float = LIMIT_
 def test_a_hang_is_named_with_its_rank_and_place(name: str, world_size: int, url: str, tmp_path: Path) -> None:
     run, case = f"hang-{name}-{world_size}", CASES[name]
     with case.training(tmp_path, world_size, {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": run}) as (ranks, _):
-        finding = wait_for(lambda: hang_of(url, run), ranks)
+        finding = patience.until(lambda: hang_of(url, run), ranks.logs)
         assert (finding["evidence"]["kind"], finding["ranks"]) == (case.kind, case.culprits(world_size)), finding
         assert case.pattern(world_size).search(finding["title"]), finding
         if name == "fewer-batches":
             assert "bucket 0.0: 5." in finding["where"]
         if name in ACTIVITIES:
             assert finding["evidence"]["activities"][str(finding["ranks"][0])] == ACTIVITIES[name]
-        wait_for(lambda: get(url, f"/runs/{run}")["state"] == "hung", ranks)
-        wait_for(lambda: case.pattern(world_size).search(ranks.logs()), ranks)
+        patience.until(lambda: get(url, f"/runs/{run}")["state"] == "hung", ranks.logs)
+        patience.until(lambda: case.pattern(world_size).search(ranks.logs()), ranks.logs)
         if name == "stop":
             os.kill(ranks.processes[1].pid, signal.SIGCONT)
-            wait_for(lambda: "the run goes on after" in ranks.logs(), ranks)
-            wait_for(lambda: hang_of(url, run) is None, ranks)
+            patience.until(lambda: "the run goes on after" in ranks.logs(), ranks.logs)
+            patience.until(lambda: hang_of(url, run) is None, ranks.logs)
 
 
 @pytest.mark.parametrize("case", HEALTHY)

@@ -14,9 +14,9 @@ from urllib.request import urlopen
 import pytest
 
 from benchmarks.faults.launch import ranks_of
+from benchmarks.rig import patience
 from benchmarks.rig.collector import Collector, collector
 from benchmarks.rig.training import PATIENT, ROOT
-from tests.support.integration.waiting import wait_for
 from tests.support.ports import free_port
 from tests.support.server.batches import get
 
@@ -111,13 +111,13 @@ def test_a_session_that_trains_again_after_an_interrupt_is_running(running: Coll
         session.stdin.write(SESSION)
         session.stdin.flush()
         assert session.stdout.readline() == "trains\n"
-        wait_for(lambda: "session" in [run["run"] for run in get(running.url, "/runs")["runs"]])
+        patience.until(lambda: "session" in [run["run"] for run in get(running.url, "/runs")["runs"]])
         session.send_signal(signal.SIGINT)
         assert session.stdout.readline() == "stopped\n"
-        wait_for(lambda: outcome(running, "session") == ("interrupted", "interrupted", set()))
+        patience.until(lambda: outcome(running, "session") == ("interrupted", "interrupted", set()))
         session.stdin.write("train(50)\n")
         session.stdin.flush()
-        wait_for(lambda: outcome(running, "session") == ("running", "running", set()))
+        patience.until(lambda: outcome(running, "session") == ("running", "running", set()))
         session.stdin.close()
         assert session.wait(60) == 0
     assert outcome(running, "session") == ("finished", "finished", set())
@@ -125,7 +125,7 @@ def test_a_session_that_trains_again_after_an_interrupt_is_running(running: Coll
 
 def ddpobs(running: Collector, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [DDPOBS, *arguments, "--collector", running.url]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_commands_show_an_interrupt_as_no_finding(running: Collector, tmp_path: Path) -> None:
@@ -137,6 +137,6 @@ def test_commands_show_an_interrupt_as_no_finding(running: Collector, tmp_path: 
     assert "shown" in ddpobs(running, "list", "--state", "interrupted").stdout
     watched = ddpobs(running, "watch", "shown")
     assert (watched.returncode, "interrupted" in watched.stdout) == (3, True)
-    with urlopen(f"{running.url}/metrics", timeout=60) as answer:
+    with urlopen(f"{running.url}/metrics", timeout=patience.HANG_S) as answer:
         assert b'ddpobs_run_state{run="shown",state="interrupted"} 1' in answer.read()
     assert (tmp_path / "rank-0.log").read_text().count("ddpobs: interrupted") == 1

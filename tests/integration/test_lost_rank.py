@@ -9,9 +9,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from benchmarks.rig import patience
 from benchmarks.rig.collector import running_collector
 from benchmarks.rig.training import PATIENT, ROOT
-from tests.support.integration.faults import wait_until
 from tests.support.ports import free_port
 from tests.support.server.batches import get
 
@@ -39,7 +39,7 @@ def test_the_sent_data_of_a_killed_rank_are_stored_and_the_survivors_are_complet
         port = free_port()
         ranks = [start_rank(rank, port, url, tmp_path) for rank in range(2)]
         try:
-            wait_until(lambda: stored_steps(url) > 40)
+            patience.until(lambda: stored_steps(url) > 40)
             ranks[1].send_signal(signal.SIGKILL)
             assert ranks[0].wait(60) not in (0, None)  # Its all-reduce fails; no other process ends it.
         finally:
@@ -47,8 +47,8 @@ def test_the_sent_data_of_a_killed_rank_are_stored_and_the_survivors_are_complet
                 rank.kill()
                 rank.wait()
         survivor = len((tmp_path / "steps-0").read_text().splitlines())
-        wait_until(lambda: get(url, "/runs/killed")["state"] == "failed")
-        wait_until(lambda: get(url, "/runs/killed/ranks")["ranks"][1]["state"] == "failed")  # Rank 0 reports its place.
+        patience.until(lambda: get(url, "/runs/killed")["state"] == "failed")
+        patience.until(lambda: get(url, "/runs/killed/ranks")["ranks"][1]["state"] == "failed")
         by_rank = {rank["rank"]: rank for rank in get(url, "/runs/killed/ranks")["ranks"]}
         assert [by_rank[rank]["state"] for rank in range(2)] == ["failed", "failed"]
         assert [by_rank[rank]["dropped"] for rank in range(2)] == [0, 0]

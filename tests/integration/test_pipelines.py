@@ -68,12 +68,12 @@ def wrap(config: TelemetryConfig, module: nn.Module, group: dist.ProcessGroup) -
 @pytest.fixture(scope="module")
 def runs(url: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The collector's address, with all cases trained."""
-    run_ranks(trained, 4, url, tmp_path_factory.mktemp("spool"), timeout_s=120)
+    run_ranks(trained, 4, url, tmp_path_factory.mktemp("spool"))
     return url
 
 
 def get(url: str, run: str, path: str = "") -> Any:
-    answer = httpx.get(f"{url}/api/v1/runs/{run}{path}", timeout=30)
+    answer = httpx.get(f"{url}/api/v1/runs/{run}{path}")
     answer.raise_for_status()
     return answer.json()
 

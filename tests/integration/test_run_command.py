@@ -25,7 +25,7 @@ SPAWNING = Path(__file__).with_name("scripts") / "spawning.py"
 
 
 def run_to_end(arguments: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    return patience.run(arguments["args"], environ=arguments["env"], timeout_s=100)
+    return patience.run(arguments["args"], environ=arguments["env"])
 
 
 @pytest.mark.parametrize(

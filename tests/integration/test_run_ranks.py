@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import zstandard
 
+from benchmarks.rig import patience
 from ddpobs import wire
 from tests.support.integration.collectors import Seen, absent, acknowledge, collector
 from tests.support.integration.run_command import command
@@ -69,30 +68,23 @@ def deaths(seen: Seen) -> list[tuple[str, int, str, int, int]]:
     ]
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_killed_ranks_are_reported_in_the_order_of_their_ends_and_once(tmp_path: Path) -> None:
     with collector(acknowledge) as seen:
         with started(KILL_BOTH, seen.url, tmp_path) as process:
-            errors = process.communicate(timeout=60)[1]
+            errors = process.communicate(timeout=patience.HANG_S)[1]
         assert process.returncode == 0
         assert deaths(seen) == [("died", 1, "backward", 41, 3), ("died", 0, "backward", 40, 3)]
         assert errors.splitlines() == [
             f"ddpobs: rank 1 ended without an error in backward of step 41, bucket 0.3; then 1 more: {seen.url}/runs/r"
         ]
         with started(END_IN_ORDER, seen.url, tmp_path) as process:
-            assert process.communicate(timeout=60) == ("", "")
+            assert process.communicate(timeout=patience.HANG_S) == ("", "")
         assert len(seen.puts) == 2
 
 
 def test_a_killed_rank_is_reported_while_the_command_goes_on(tmp_path: Path) -> None:
     with collector(acknowledge) as seen, started(KILL_ONE_AND_STAY, seen.url, tmp_path) as process:
-        wait_for(lambda: deaths(seen) == [("died", 1, "backward", 41, 3)])
+        patience.until(lambda: deaths(seen) == [("died", 1, "backward", 41, 3)])
         assert process.poll() is None
         process.send_signal(signal.SIGKILL)
 
@@ -102,18 +94,18 @@ def test_ranks_of_an_interrupted_launcher_are_interrupted(tmp_path: Path) -> Non
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60)[1] == ""
+        assert process.communicate(timeout=patience.HANG_S)[1] == ""
         assert [kind for kind, *_ in deaths(seen)] == ["interrupted", "interrupted"]
     assert [path.name for path in tmp_path.rglob("*")] == ["places"]
 
 
 def test_a_report_that_does_not_arrive_is_left_to_the_next_attempt_and_not_to_another_launch(tmp_path: Path) -> None:
     with started(KILL_BOTH, absent(), tmp_path) as process:
-        errors = process.communicate(timeout=60)[1]
+        errors = process.communicate(timeout=patience.HANG_S)[1]
     assert "the collector accepts no report, which the next attempt sends" in errors
     with collector(acknowledge) as seen:
         arguments = command("-c", "import time; time.sleep(2.5)", url=seen.url)
         arguments["env"]["DDPOBS_SPOOL"] = str(tmp_path)
-        subprocess.run(**arguments, check=True, timeout=60)
+        subprocess.run(**arguments, check=True)
         assert not seen.puts
     assert len(list((tmp_path / "places").glob("*.place"))) == 2

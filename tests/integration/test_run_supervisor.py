@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.rig import patience
 from tests.support.integration.run_command import command
 from tests.support.integration.tools import need
 
@@ -36,7 +37,6 @@ FORWARDED = [
     *(signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2),
     *(signal.SIGWINCH, signal.SIGALRM, signal.SIGPIPE, signal.SIGABRT, signal.SIGTTIN, signal.SIGRTMIN),
 ]
-WAIT_S = 60
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def state_of(pid: int) -> str:
 
 
 def wait_until(states: str, *pids: int) -> None:
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + patience.HANG_S
     while any(state_of(pid) not in [*states] for pid in pids):
         assert time.monotonic() < deadline, [state_of(pid) for pid in pids]
         time.sleep(0.02)
@@ -76,14 +76,14 @@ def wait_until(states: str, *pids: int) -> None:
 
 @pytest.mark.parametrize("status", [0, 1, 255])
 def test_the_exit_status_is_the_command_s(status: int) -> None:
-    done = subprocess.run(**command("-c", f"raise SystemExit({status})"), capture_output=True, check=False, timeout=60)
+    done = subprocess.run(**command("-c", f"raise SystemExit({status})"), capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGSEGV, signal.SIGABRT])
 def test_it_dies_by_the_command_s_signal(number: int) -> None:
     code = f"import os, signal; signal.signal({number}, 0) if {number} != 9 else 0; os.kill(os.getpid(), {number})"
-    done = subprocess.run(**command("-c", code), capture_output=True, check=False, timeout=60)
+    done = subprocess.run(**command("-c", code), capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (-number, "", "")
 
 
@@ -93,7 +93,7 @@ def test_a_signal_to_it_alone_reaches_the_command_once() -> None:
             process.send_signal(number)
             assert line(process) == f"{int(number)}\n"
         process.send_signal(signal.SIGRTMAX)
-        assert (process.wait(WAIT_S), process.stdout.read() if process.stdout else None) == (0, "")
+        assert (process.wait(patience.HANG_S), process.stdout.read() if process.stdout else None) == (0, "")
 
 
 def test_a_signal_to_the_whole_group_reaches_the_command_once() -> None:
@@ -104,7 +104,7 @@ def test_a_signal_to_the_whole_group_reaches_the_command_once() -> None:
         process.send_signal(signal.SIGUSR1)
         assert line(process) == f"{int(signal.SIGUSR1)}\n"
         process.send_signal(signal.SIGRTMAX)
-        assert (process.wait(WAIT_S), process.stdout.read() if process.stdout else None) == (0, "")
+        assert (process.wait(patience.HANG_S), process.stdout.read() if process.stdout else None) == (0, "")
 
 
 def test_a_signal_that_was_ignored_before_stays_ignored() -> None:
@@ -114,13 +114,13 @@ def test_a_signal_that_was_ignored_before_stays_ignored() -> None:
     )
     ignoring = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
     with running(code, preexec_fn=ignoring) as (process, _):
-        assert (line(process), process.wait(WAIT_S)) == ("1\n", 0)
+        assert (line(process), process.wait(patience.HANG_S)) == ("1\n", 0)
 
 
 def test_a_broken_pipe_ends_the_command_as_in_a_shell() -> None:
     arguments = command()
     arguments["args"][-1:] = ["sh", "-c", "kill -PIPE $$; echo survived"]
-    done = subprocess.run(**arguments, capture_output=True, check=False, timeout=60)
+    done = subprocess.run(**arguments, capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGPIPE, "")
 
 
@@ -178,7 +178,7 @@ def test_a_terminal_s_signals_reach_the_command_once() -> None:
         def wait_for(text: str) -> None:
             nonlocal screen
             while text.encode() not in screen:
-                assert select.select([terminal], [], [], WAIT_S)[0], screen
+                assert select.select([terminal], [], [], patience.HANG_S)[0], screen
                 screen += os.read(terminal, 1024)
 
         wait_for("ready ")
@@ -215,17 +215,17 @@ os.kill(os.getpid(), int(sys.argv[1]))
 @pytest.mark.parametrize("number", [0, signal.SIGKILL])
 def test_as_process_1_of_a_container_it_collects_orphans(number: int) -> None:
     unshare = [need("unshare", "util-linux"), "--pid", "--fork", "--mount-proc"]
-    if subprocess.run([*unshare, "true"], capture_output=True, check=False, timeout=60).returncode:
+    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
         pytest.skip("process namespaces need root")
     arguments = command("-c", ORPHANS, number)
     arguments["args"] = [*unshare, *arguments["args"]]
-    done = subprocess.run(**arguments, capture_output=True, check=False, timeout=60)
+    done = subprocess.run(**arguments, capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (128 + number if number else 0, "0\n"), done.stderr
 
 
 def test_it_needs_little_memory() -> None:
     with running(LOGGING) as (process, _):
-        deadline = time.monotonic() + WAIT_S
+        deadline = time.monotonic() + patience.HANG_S
         while "supervisor.py" not in Path(f"/proc/{process.pid}/cmdline").read_text():
             assert time.monotonic() < deadline
             time.sleep(0.02)

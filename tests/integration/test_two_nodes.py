@@ -18,7 +18,7 @@ pytestmark = pytest.mark.alone
 def test_mpiexec_starts_a_rank_on_each_host_and_the_slow_host_is_named(url: str, tmp_path: Path) -> None:
     folder = tmp_path / "over-mpi"
     try:
-        output = two_nodes.run("mpi", folder, "--steps", "100", "--slow-host", "node1", timeout_s=120)
+        output = two_nodes.run("mpi", folder, "--steps", "100", "--slow-host", "node1")
     except links.LinkError as error:
         if os.environ.get("CI") == "true":
             raise

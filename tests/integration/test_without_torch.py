@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.rig import patience
 from benchmarks.rig.collector import collector
 from tests.support.server.batches import batch, get, put, spans, steps
 
@@ -23,7 +24,7 @@ def run(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
         [str(part) for part in command],
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=patience.HANG_S,
         cwd=folder,
         env=environ,
         check=False,

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.rig import patience
 from benchmarks.rig.collector import collector
 from benchmarks.rig.training import PATIENT
 from tests.support.mpi.launch import AS_ROOT_ON_FEW_CORES, ROOT, mpiexec
 from tests.support.server.batches import get
 
-WAIT_S = 60
 SCRIPT = """
 import os, time, torch
 import torch.distributed as dist
@@ -46,13 +46,13 @@ def test_a_signal_s_end_of_the_job_is_named_at_once(number: int, state: str, tmp
         with (tmp_path / "log").open("wb") as log:
             process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
-            deadline = time.monotonic() + WAIT_S
+            deadline = time.monotonic() + patience.HANG_S
             while not all((tmp_path / rank).exists() for rank in "01"):
                 assert process.poll() is None, (tmp_path / "log").read_text()
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
             os.kill(process.pid if number == signal.SIGINT else int((tmp_path / "1").read_text()), number)
-            assert process.wait(WAIT_S) != 0
+            assert process.wait(patience.HANG_S) != 0
             assert get(running.url, "/runs/mpi")["state"] == state, (tmp_path / "log").read_text()
             (attempt,) = get(running.url, "/runs/mpi/attempts")["attempts"]
             assert attempt["outcome"] == state

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 
+from benchmarks.rig import patience
+
 _PROCESS = """
 import os, signal, sys, threading, time
 from ddpobs.recording.termination import Termination
@@ -29,7 +31,7 @@ def terminated(process: subprocess.Popen[str], expected: str) -> tuple[int, str]
         assert process.stdout.readline().strip() == line
     time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=20)[0]
+    output = process.communicate(timeout=patience.HANG_S)[0]
     return process.returncode, output
 
 

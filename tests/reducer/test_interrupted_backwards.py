@@ -114,7 +114,7 @@ def errors_with_evaluation(rank: int, world_size: int) -> list[list[str]]:
 
 
 def test_an_evaluation_may_follow_a_backward_that_failed_on_one_rank() -> None:
-    assert run_ranks(errors_with_evaluation, 2, timeout_s=20) == [[["ReducerError"]] * 2, [["StopError"]] * 2]
+    assert run_ranks(errors_with_evaluation, 2) == [[["ReducerError"]] * 2, [["StopError"]] * 2]
 
 
 def errors_of_two_modules(rank: int, world_size: int, variants: list[dict[str, Any]]) -> list[Any]:
@@ -142,7 +142,7 @@ def errors_of_two_modules(rank: int, world_size: int, variants: list[dict[str, A
 
 
 def test_a_backward_through_two_modules_may_fail_on_one_rank() -> None:
-    healthy, failed = run_ranks(errors_of_two_modules, 2, [{}, CAP, {"bucket_cap_mb": 1e-5}], timeout_s=30)
+    healthy, failed = run_ranks(errors_of_two_modules, 2, [{}, CAP, {"bucket_cap_mb": 1e-5}])
     assert [errors for errors, _ in healthy] == [["ReducerError"]] * 3
     assert [errors for errors, _ in failed] == [["StopError"]] * 3
     assert [sums for _, sums in healthy] == [sums for _, sums in failed]
@@ -236,7 +236,7 @@ def training_with_failing_hooks(rank: int, world_size: int) -> list[list[str]]:
 
 
 def test_a_hook_may_fail_on_one_rank_with_the_last_bucket() -> None:
-    by_rank = run_ranks(training_with_failing_hooks, 2, timeout_s=30)
+    by_rank = run_ranks(training_with_failing_hooks, 2)
     for healthy, failed in zip(*by_rank, strict=True):
         assert healthy[:2] == ["interrupted"] * 2
         assert failed[:2] == ["stopped"] * 2
@@ -266,4 +266,4 @@ def verdict_with_inference(rank: int, world_size: int) -> str:
 
 
 def test_another_thread_may_run_a_model_that_is_in_training() -> None:
-    assert run_ranks(verdict_with_inference, 2, timeout_s=30) == ["equal"] * 2
+    assert run_ranks(verdict_with_inference, 2) == ["equal"] * 2

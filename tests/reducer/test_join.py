@@ -48,7 +48,7 @@ def static_graph_agrees(rank: int, world_size: int) -> bool:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_static_graph_begins_without_the_ranks_that_have_no_data_yet(ranks: int) -> None:
-    assert run_ranks(static_graph_agrees, ranks, timeout_s=40) == [True] * ranks
+    assert run_ranks(static_graph_agrees, ranks) == [True] * ranks
 
 
 def train_embedding(rank: int, sparse: bool) -> list[torch.Tensor]:
@@ -105,7 +105,7 @@ def training_with_a_drop(rank: int, world_size: int, fails_at: int, options: dic
 def test_a_rank_may_drop_a_batch_or_its_last_batch_after_another_rank_ran_out_of_data(
     fails_at: int, options: dict[str, Any]
 ) -> None:
-    first, second, third = run_ranks(training_with_a_drop, 3, fails_at, options, timeout_s=60)
+    first, second, third = run_ranks(training_with_a_drop, 3, fails_at, options)
     assert (first[0], second[0], third[0]) == ([], ["StopError"], ["ReducerError"])
     plain_model = net()
     (plain_model(batch(2, 4)).pow(2).mean() / 3).backward()

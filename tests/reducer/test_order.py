@@ -63,5 +63,5 @@ def compared(rank: int, world_size: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_modules_of_one_group_that_leave_out_different_layers_equal_torchs(ranks: int) -> None:
-    for found in run_ranks(compared, ranks, timeout_s=60):
+    for found in run_ranks(compared, ranks):
         assert found == dict.fromkeys([*CASES, "skipped"], "equal")

@@ -346,7 +346,7 @@ def test_a_difference_between_ranks_that_changes_the_collectives_is_named() -> N
         "comm is TopK(density=0.1) on rank 0 but TopK(density=0.2) on rank 1",
         "the communication hook or strategy is all_reduce on rank 0 but fp16_compress_hook on rank 1",
     ]
-    assert run_ranks(differences_on_rank_1, 2, timeout_s=30) == [expected] * 2
+    assert run_ranks(differences_on_rank_1, 2) == [expected] * 2
 
 
 def tolerated_differences(rank: int, world_size: int) -> dict[str, str]:
@@ -361,7 +361,7 @@ def tolerated_differences(rank: int, world_size: int) -> dict[str, str]:
 
 
 def test_ranks_may_differ_in_bucket_caps_and_in_buffers_that_are_not_broadcast() -> None:
-    assert run_ranks(tolerated_differences, 2, timeout_s=30) == [{"caps": "equal", "buffers": "equal"}] * 2
+    assert run_ranks(tolerated_differences, 2) == [{"caps": "equal", "buffers": "equal"}] * 2
 
 
 def train_at_debug_level(rank: int, world_size: int) -> str:

@@ -343,7 +343,7 @@ def errors_of_mistakes(rank: int, world_size: int) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def errors_by_rank() -> list[dict[str, str]]:
-    return run_ranks(errors_of_mistakes, 2, timeout_s=60)
+    return run_ranks(errors_of_mistakes, 2)
 
 
 @pytest.mark.parametrize(

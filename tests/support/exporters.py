@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import zstandard
@@ -38,10 +37,3 @@ def event(kind: str = "e") -> wire.Event:
 def kinds(puts: Sequence[tuple[str, bytes, float]]) -> list[str]:
     """Kinds of all events in these requests."""
     return [event.kind for _, body, _ in puts for event in wire.decode(zstandard.decompress(body)).events]
-
-
-def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.02)

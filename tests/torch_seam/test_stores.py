@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from benchmarks.rig import patience
 from ddpobs.torch_seam.stores import StoreConnection
 
 
@@ -22,7 +23,7 @@ def test_the_end_of_the_server_is_seen_without_a_call_that_prints_on_stderr(capf
     assert connection.store.get("key") == b"value"
     assert not connection.is_closed()
     del server
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + patience.HANG_S
     while not connection.is_closed() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert connection.is_closed()

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.rig import patience
+
 STEPS, RANKS, ROWS, WIDTH = 4, 2, 4, 8
 COLLECTOR = os.environ.get("COLLECTOR", "")
 """For the doors that name the collector in code."""
@@ -35,7 +37,7 @@ def wait_for_name() -> None:
     import torch.distributed as dist
 
     telemetry: Any = sys.modules.get("ddpobs.telemetry")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience.HANG_S
     while telemetry is not None and telemetry.current_run() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     if dist.is_initialized():

@@ -27,6 +27,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from benchmarks.rig import patience
 from benchmarks.rig.collector import Collector
 from scripts import docs_site
 from tests.support.server.batches import batch, hello, layout, put, spans, steps
@@ -46,7 +47,7 @@ def document(shared: Collector) -> Any:
 
 
 def test_every_response_and_json_body_has_a_schema_and_every_reference_resolves(shared: Collector) -> None:
-    text = requests.get(f"{shared.url}/openapi.json", timeout=60).text
+    text = requests.get(f"{shared.url}/openapi.json", timeout=patience.HANG_S).text
     described = json.loads(text)
     for path, operations in described["paths"].items():
         for method, operation in operations.items():
@@ -123,6 +124,6 @@ def call_often(operation: Any, mode: GenerationMode, session: requests.Session) 
     def responds_as_documented(case: Any, existing: bool) -> None:
         if existing and "run" in case.path_parameters:
             case.path_parameters["run"] = "known"
-        case.call_and_validate(session=session, checks=CHECKS, timeout=60)
+        case.call_and_validate(session=session, checks=CHECKS, timeout=patience.HANG_S)
 
     responds_as_documented()

@@ -19,6 +19,7 @@ from ddpobs_server.analysis.findings.registry import FACTS
 from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings
 
+from benchmarks.rig import patience
 from benchmarks.rig.collector import Collector
 from ddpobs import wire
 from tests.support.server.batches import MS, batch, get, hello, layout, put, spans, steps
@@ -182,7 +183,7 @@ def test_a_generated_client_reads_runs_findings_and_steps(
     command = [generator(), "generate", "--path", source, "--config", config, "--meta", "none", "--fail-on-warning"]
     done = subprocess.run(
         [*command, "--output-path", tmp_path / "generated_collector"],
-        capture_output=True, text=True, check=False, timeout=120,
+        capture_output=True, text=True, check=False, timeout=patience.HANG_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     monkeypatch.syspath_prepend(tmp_path)

@@ -18,7 +18,7 @@ from fastapi.testclient import TestClient
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as prometheus
 
-from benchmarks.rig import databases
+from benchmarks.rig import databases, patience
 from benchmarks.rig.collector import Collector, collector
 from ddpobs import wire
 from ddpobs.config import TelemetryConfig
@@ -51,8 +51,8 @@ def test_absurd_values_affect_only_their_own_run(shared: Collector, run: str, ca
             answer = put(shared.url, batch(run, seq=seq, rank=rank, **{"world_size": 2} | ABSURD[case]))
             assert answer.status_code in (201, 422), answer.text
     for read in READS:
-        assert httpx.get(f"{shared.url}/api/v1/runs/{run}{read}", timeout=60).status_code == 200, read
-    assert httpx.get(f"{shared.url}/metrics", timeout=60).status_code == 200
+        assert httpx.get(f"{shared.url}/api/v1/runs/{run}{read}").status_code == 200, read
+    assert httpx.get(f"{shared.url}/metrics").status_code == 200
     httpx.delete(f"{shared.url}/api/v1/runs/{run}")
 
 
@@ -168,7 +168,7 @@ def test_a_path_reaches_only_runs_and_files_of_the_page(shared: Collector, where
 @pytest.mark.parametrize("run_id", [".", ".."])
 def test_a_run_id_of_dots_is_refused_by_collector_and_client(shared: Collector, run_id: str) -> None:
     payload = batch(run_id)
-    connection = HTTPConnection(shared.url.removeprefix("http://"), timeout=30)
+    connection = HTTPConnection(shared.url.removeprefix("http://"), timeout=patience.HANG_S)
     connection.request("PUT", path(payload), wire.encode(payload), {"Content-Type": wire.MSGPACK})
     assert connection.getresponse().status == 422
     connection.close()

@@ -28,7 +28,7 @@ from ddpobs_server.store.writing import ingest
 from ddpobs_server.web.workspace_limits import WorkspaceLimits
 from prometheus_client import CollectorRegistry
 
-from benchmarks.rig import databases
+from benchmarks.rig import databases, patience
 from benchmarks.rig.collector import Collector, collector
 from ddpobs import wire
 from tests.support.server.batches import ATTEMPT, assert_problem, batch, get, hello, path, put, source_of, spans, steps
@@ -267,7 +267,7 @@ def test_sigterm_lets_an_open_upload_complete(tmp_path: Path) -> None:
 
 
 def wait_until_refused(host: str, port: int) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + patience.HANG_S
     while time.monotonic() < deadline:
         try:
             socket.create_connection((host, port), 1).close()

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def series_of(url: str, run: str, **headers: str) -> list[str]:
-    lines = httpx.get(f"{url}/metrics", params={"only": "runs"}, headers=headers, timeout=60).text.splitlines()
+    lines = httpx.get(f"{url}/metrics", params={"only": "runs"}, headers=headers).text.splitlines()
     return [line for line in lines if f'run="{run}"' in line]
 
 
@@ -171,6 +171,6 @@ def test_reads_of_large_records_stay_within_their_bytes(tmp_path: Path) -> None:
             row for row in get(url, "/runs/run/diagnostics")["findings"] if row["code"] == "unused-parameters"
         )
         assert len(finding["parameters"]) == 50
-        assert 'ddpobs_unused_parameters{run="run"} 1500000\n' in httpx.get(f"{url}/metrics", timeout=60).text
+        assert 'ddpobs_unused_parameters{run="run"} 1500000\n' in httpx.get(f"{url}/metrics").text
         assert len(get(url, "/runs/run")["modules"]) == 30
         assert peak_mb(running.process.pid) < int(stated_mb)

@@ -111,7 +111,7 @@ def test_a_server_reports_an_unusable_database_before_it_starts(
     tmp_path: Path, database: Callable[[Path], str]
 ) -> None:
     command = [SERVER, "--port", "0", "--log-level", "error", "--database-url", database(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert done.stderr.startswith("ddpobs-server: ")
     assert "s3cret" not in done.stderr
@@ -120,7 +120,7 @@ def test_a_server_reports_an_unusable_database_before_it_starts(
 def serve(*arguments: str, command: tuple[str, ...] = (SERVER,)) -> tuple[int, list[str]]:
     """Exit code and error lines of a server that cannot start."""
     full_command = [*command, "serve", "--log-level", "warning", *arguments]
-    done = subprocess.run(full_command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(full_command, capture_output=True, text=True, check=False)
     return done.returncode, done.stderr.splitlines()
 
 
@@ -171,12 +171,12 @@ def test_an_unknown_setting_causes_a_warning(occupied_port: str, monkeypatch: py
 
 def test_only_the_collectors_user_can_read_the_database_files(tmp_path: Path) -> None:
     command = [SERVER, "token", "create", "x", "--database-url", f"sqlite:///{tmp_path}/x.db"]
-    subprocess.run(command, check=True, capture_output=True, timeout=60, umask=0o022)
+    subprocess.run(command, check=True, capture_output=True, umask=0o022)
     assert {file.name: oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir()} == {"x.db": "0o600"}
 
 
 def test_the_command_without_server_packages_names_the_package_to_install() -> None:
     code = "import sys; sys.modules['fastapi'] = None; from ddpobs_server import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "ddpobs-server: fastapi is not installed; install the server with: pip install '.[server]'\n"

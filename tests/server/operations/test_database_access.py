@@ -28,7 +28,7 @@ def unprivileged(url: str) -> str:
     )
     warm = f"{url.removesuffix('x.db')}warm.db"
     command = [sys.executable, "-c", code, "token", "create", "x", "--database-url", url, warm]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60).stderr
+    return subprocess.run(command, capture_output=True, text=True, check=False).stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user without rights")

@@ -15,7 +15,7 @@ from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival, Store
 from prometheus_client import CollectorRegistry
 
-from benchmarks.rig import databases
+from benchmarks.rig import databases, patience
 from ddpobs import wire
 from tests.support.server.batches import batch, spans, steps
 
@@ -124,7 +124,7 @@ def test_a_refused_round_is_an_error_in_the_log_and_counts_as_failed(
     keeper, registry = job(store, keep_runs_days=30)
     with caplog.at_level(logging.ERROR):
         keeper.start()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + patience.HANG_S
         while not registry.get_sample_value("ddpobs_server_retention_failures_total"):
             assert time.monotonic() < deadline
             time.sleep(0.01)

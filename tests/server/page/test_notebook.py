@@ -10,12 +10,16 @@ import httpx
 import pytest
 from ddpobs_server.figures.registry import NAMES
 
+from benchmarks.rig import patience
 from ddpobs import Client
 from ddpobs.errors import CollectorError
 from tests.support.server.browsing import Visit
 
 
-def test_a_figure_is_drawn_in_a_notebook_without_the_collector(browser: Any, url: str, tmp_path: Path) -> None:
+def test_a_figure_is_drawn_in_a_notebook_without_the_collector(
+    browser: Any, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DDPOBS_TIMEOUT_S", str(patience.HANG_S))
     figure = Client(url).run("picture").figure("step", step=7, dark=True)
     assert repr(figure).startswith("One step: Step 7: 2 of 2 ranks")
     assert (figure.shown["late_rank"], figure.columns[0], figure.rows[0][0]) == (1, "rank", 0)

@@ -278,7 +278,7 @@ def test_the_page_is_accessible_light_and_dark(browser: Any, url: str) -> None:
 
 
 def test_the_report_is_one_file_that_draws_all_figures(browser: Any, url: str, tmp_path: Path) -> None:
-    answer = httpx.get(f"{url}/api/v1/runs/picture/report.html", timeout=30)
+    answer = httpx.get(f"{url}/api/v1/runs/picture/report.html")
     assert "unsafe" not in answer.headers["Content-Security-Policy"]
     file = tmp_path / "report.html"
     file.write_bytes(answer.content)

@@ -21,6 +21,7 @@ from ddpobs_server.reports.reports import Reports
 from ddpobs_server.reports.timeline import RunTimeline
 from ddpobs_server.store import Store
 
+from benchmarks.rig import patience
 from ddpobs import wire
 from tests.support.analysis.scenario import MS, Slow, columns, evidence_of, own_times, with_columns
 from tests.support.columns import make_spans
@@ -412,7 +413,7 @@ def test_the_last_diagnosis_is_returned_while_a_new_one_is_computed(
     assert has_begun.wait(60)
     assert reports.last_diagnosis(run) == (first, False)
     may_continue.set()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience.HANG_S
     while not reports.last_diagnosis(run)[1] and time.monotonic() < deadline:
         time.sleep(0.01)
     reports.close()

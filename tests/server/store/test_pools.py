@@ -23,7 +23,7 @@ from ddpobs_server.store.database import database_errors
 from psycopg import errors
 from sqlalchemy import make_url
 
-from benchmarks.rig import databases
+from benchmarks.rig import databases, patience
 from benchmarks.rig.collector import collector
 from tests.support.ports import free_port
 from tests.support.server.batches import batch, put, spans, steps
@@ -66,7 +66,7 @@ def pool(url: str, folder: Path) -> Iterator[str]:
 
 def wait_for(url: str) -> None:
     plain = make_url(url).set(drivername="postgresql").render_as_string()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + patience.HANG_S
     while True:
         try:
             psycopg.connect(plain).close()
@@ -95,7 +95,7 @@ def test_a_collector_behind_a_pool_in_transaction_mode_stores_every_batch(
         keys = [(seq, rank) for seq in range(50) for rank in range(4)]
         batches = [batch("x", seq, rank, world_size=4, steps=steps(seq, 1), spans=spans(seq, 1)) for seq, rank in keys]
         puts = [threads.submit(put, running.url, payload) for payload in batches]
-        reads = [threads.submit(httpx.get, f"{running.url}/metrics", timeout=60) for _ in range(20)]
+        reads = [threads.submit(httpx.get, f"{running.url}/metrics") for _ in range(20)]
         assert {answer.result().status_code for answer in puts} == {201}
         assert {answer.result().status_code for answer in reads} == {200}
 

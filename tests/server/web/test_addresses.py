@@ -66,7 +66,7 @@ class _Proxy(BaseHTTPRequestHandler):
             return
         headers = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection")}
         path = self.path if self.keeps_path else self.path.removeprefix(PATH)
-        answer = httpx.get(self.target + path, headers=headers, timeout=30)
+        answer = httpx.get(self.target + path, headers=headers)
         self.send_response(answer.status_code)
         for name, value in answer.headers.items():
             if name not in ("content-length", "content-encoding", "transfer-encoding", "connection"):

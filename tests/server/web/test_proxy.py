@@ -15,7 +15,7 @@ import httpx
 import pytest
 import zstandard
 
-from benchmarks.rig import databases
+from benchmarks.rig import databases, patience
 from benchmarks.rig.collector import Collector, collector
 from ddpobs import TelemetryConfig, wire
 from ddpobs.export.http_sender import Outcome, Sender
@@ -45,7 +45,7 @@ def proxy(folder: Path, collectors: list[str]) -> Iterator[str]:
         [program, "-p", folder, "-c", folder / "nginx.conf", "-e", folder / "log", "-g", directives]
     )
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + patience.HANG_S
         while True:
             try:
                 httpx.get(f"http://{address}/readyz").raise_for_status()
@@ -150,4 +150,4 @@ def test_the_503_of_two_busy_collectors_reaches_the_client(tmp_path: Path) -> No
 
 def client_at(address: str, url: str) -> httpx.Client:
     """A client with another local address."""
-    return httpx.Client(base_url=url, transport=httpx.HTTPTransport(local_address=address), timeout=30)
+    return httpx.Client(base_url=url, transport=httpx.HTTPTransport(local_address=address))

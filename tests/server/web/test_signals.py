@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -18,6 +18,7 @@ import httpx
 import pytest
 import yaml
 
+from benchmarks.rig import patience
 from benchmarks.rig.collector import Collector, collector
 from tests.support.server.batches import batch, path, put
 
@@ -51,15 +52,8 @@ def as_process_1(*command: str) -> list[str]:
 def child(process: subprocess.Popen[bytes]) -> int:
     """Process id of the process that `unshare` started."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    wait_until(lambda: bool(children.read_text()))
+    patience.until(lambda: bool(children.read_text()))
     return int(children.read_text())
-
-
-def wait_until(condition: Callable[[], bool], within_s: float = 60) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true in time"
-        time.sleep(0.05)
 
 
 @contextmanager
@@ -94,7 +88,7 @@ def test_a_signal_ends_process_1_after_its_batches_are_written(tmp_path: Path) -
 def test_the_alarm_ends_process_1_if_its_end_hangs(tmp_path: Path) -> None:
     code = "import time; from ddpobs_server import signals; signals.end_within(1); print(1, flush=True); time.sleep(60)"
     command = as_process_1(sys.executable, "-c", code)
-    assert subprocess.run(command, check=False, timeout=30, cwd=tmp_path).returncode == 128 + signal.SIGALRM
+    assert subprocess.run(command, check=False, cwd=tmp_path).returncode == 128 + signal.SIGALRM
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["usual", "process 1"])
@@ -115,7 +109,7 @@ def test_a_signal_at_any_time_of_the_start_ends_process_1(tmp_path: Path, pause_
     with subprocess.Popen(as_process_1(SERVER), env=environ, stderr=subprocess.DEVNULL) as process:
         pid = child(process)
         handled = Path(f"/proc/{pid}/status")
-        wait_until(lambda: catches_sigterm(handled.read_text()))
+        patience.until(lambda: catches_sigterm(handled.read_text()))
         time.sleep(pause_s)
         os.kill(pid, signal.SIGTERM)
         assert process.wait(60) in (0, 1, 128 + signal.SIGTERM)

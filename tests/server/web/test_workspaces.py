@@ -51,7 +51,7 @@ def set_limits(database_url: str, *options: str) -> str:
 
 
 def usage_of(url: str, headers: dict[str, str]) -> dict[str, Any]:
-    answer = httpx.get(f"{url}/api/v1/workspaces", headers=headers, timeout=30).json()
+    answer = httpx.get(f"{url}/api/v1/workspaces", headers=headers).json()
     usage: dict[str, Any] = answer["workspaces"][0]["usage"]
     return usage
 

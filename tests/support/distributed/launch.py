@@ -18,12 +18,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.rig import patience
 from benchmarks.tied import end_with_parent
 from tests.support.mpi.launch import run_over_mpi
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 150, gpu: bool = False
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = patience.HANG_S, gpu: bool = False
 ) -> list[Any]:
     """Return the result of `function(rank, world_size, *args)` on each rank.
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,6 +27,7 @@ import httpx
 import numpy as np
 
 from benchmarks.rig import collector as collectors
+from benchmarks.rig import patience
 from ddpobs import wire
 from ddpobs.config import TelemetryConfig
 from ddpobs.export.exporter import Exporter
@@ -41,18 +42,6 @@ WEIGHT = 1 + BUCKETS
 _STEP_S = 0.02
 _MOST_SPOOLED = 200
 """Batches, five seconds of four ranks. Above it the ranks pause, so that a slow machine can catch up."""
-
-
-def wait_until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
-    """Wait until a condition holds.
-
-    Raises:
-        AssertionError: It did not hold within `limit_s`.
-    """
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"the condition did not hold within {limit_s} s"
-        time.sleep(0.1)
 
 
 class Ranks:
@@ -148,7 +137,7 @@ class RestartableCollector:
 
     def batches(self, outcome: str = "stored") -> float:
         """Return the number of batches with this outcome since its start, from its own metrics."""
-        metrics = httpx.get(f"{self.url}/metrics?only=collector", timeout=30).text
+        metrics = httpx.get(f"{self.url}/metrics?only=collector").text
         match = re.search(rf'^ddpobs_server_batches_total{{outcome="{outcome}"}} (\S+)$', metrics, re.MULTILINE)
         assert match, metrics
         return float(match[1])
@@ -156,13 +145,13 @@ class RestartableCollector:
     def wait_for_batches(self, count: int, outcome: str = "stored") -> None:
         """Wait until `count` more batches had this outcome."""
         target = self.batches(outcome) + count
-        wait_until(lambda: self.batches(outcome) >= target)
+        patience.until(lambda: self.batches(outcome) >= target)
 
 
 def push(spool: Path, url: str) -> str:
     """Send the whole spool with `ddpobs push`, and return its output."""
     command = [str(Path(sys.executable).with_name("ddpobs")), "push", str(spool), "--collector", url]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -249,7 +238,7 @@ class Proxy:
     def forward(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
         """Pass a request on, and return the answer of the first collector that answers."""
         for host, port in self.upstreams:
-            connection = http.client.HTTPConnection(host, port, timeout=30)
+            connection = http.client.HTTPConnection(host, port, timeout=patience.HANG_S)
             try:
                 connection.request("PUT", path, body, headers)
                 answer = connection.getresponse()

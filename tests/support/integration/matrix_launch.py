@@ -49,7 +49,7 @@ def start(
         script = ROOT / "examples" / command.script
     arguments = [*command.arguments, *([str(folder)] if command.script in _FOLDER_OF_CHECKPOINTS else [])]
     line = [*prefix, *command.launcher, str(script), *arguments]
-    return patience.run(["env", *line], environ=environ, timeout_s=400, cwd=folder)
+    return patience.run(["env", *line], environ=environ, cwd=folder)
 
 
 def output_of(done: subprocess.CompletedProcess[str]) -> list[str]:

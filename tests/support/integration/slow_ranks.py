@@ -10,7 +10,7 @@ SLOW_RANK = 1
 
 
 def get(url: str, run: str, path: str = "", **query: Any) -> Any:
-    answer = httpx.get(f"{url}/api/v1/runs/{run}{path}", params=query, timeout=30)
+    answer = httpx.get(f"{url}/api/v1/runs/{run}{path}", params=query)
     answer.raise_for_status()
     return answer.json()
 

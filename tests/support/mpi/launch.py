@@ -45,7 +45,9 @@ def start(ranks: int, command: list[str], timeout_s: float, **environment: str) 
     )
 
 
-def run_over_mpi(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 150) -> list[Any]:
+def run_over_mpi(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = patience.HANG_S
+) -> list[Any]:
     """As `tests.support.distributed.launch.run_ranks`, over the backend ddpobs_mpi."""
     with TemporaryDirectory() as name:
         folder = Path(name)

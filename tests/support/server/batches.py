@@ -120,12 +120,12 @@ def put(url: str, payload: wire.Batch, form: str = "zstd", **headers: str) -> ht
     content = {"Content-Type": wire.JSON if form == "json" else wire.MSGPACK}
     if form == "zstd":
         body, content["Content-Encoding"] = zstandard.compress(body), "zstd"
-    return httpx.put(url + path(payload), content=body, headers=content | headers, timeout=30)
+    return httpx.put(url + path(payload), content=body, headers=content | headers)
 
 
 def get(url: str, route: str, **query: Any) -> Any:
     """The JSON of a route under /api/v1; the read must succeed."""
-    answer = httpx.get(f"{url}/api/v1{route}", params=query, timeout=30)
+    answer = httpx.get(f"{url}/api/v1{route}", params=query)
     assert answer.status_code == 200, answer.text
     return answer.json()
 

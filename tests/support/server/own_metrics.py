@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 def metrics(url: str, only: str = "collector", **headers: str) -> Callable[..., float]:
     """Read /metrics; return a function from a sample's name (without prefix) and labels to its value."""
-    answer = httpx.get(f"{url}/metrics", params={"only": only}, headers=headers, timeout=30)
+    answer = httpx.get(f"{url}/metrics", params={"only": only}, headers=headers)
     assert answer.status_code == 200, answer.text
     samples = [s for family in text_string_to_metric_families(answer.text) for s in family.samples]
 
