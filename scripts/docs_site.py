@@ -65,7 +65,7 @@ def _parameters(command: Any) -> Iterator[tuple[list[str], str]]:
 
 def field_reference() -> str:
     """Each route with its parameters and its response, and the objects in the responses, as Markdown."""
-    document = create_app(Settings()).openapi()  # type: ignore[call-arg]
+    document = create_app(Settings()).openapi()
     schemas: dict[str, Any] = document["components"]["schemas"]
     routes, names = [], []
     for path, operations in document["paths"].items():
