@@ -21,9 +21,9 @@ from torch import nn
 
 from benchmarks.models import MODELS
 from ddpobs.clocks import clock_for
-from ddpobs.recording.fingerprints import Fingerprints
 from ddpobs.recording.journal import Journal
-from ddpobs.recording.unreduced import UnreducedGradients
+from ddpobs.recording.replicas.fingerprints import Fingerprints
+from ddpobs.recording.replicas.unreduced import UnreducedGradients
 from ddpobs.reducer.late_parameters import LateParameters
 
 EVERY, FROZEN = 1000, 1000

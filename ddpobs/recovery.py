@@ -16,8 +16,8 @@ import zstandard
 
 from ddpobs import wire
 from ddpobs.export.spool import Encoded, Spool
-from ddpobs.recording.dead_places import Place, places_of_the_dead
-from ddpobs.recording.last_place import FOLDER
+from ddpobs.recording.place.dead_places import Place, places_of_the_dead
+from ddpobs.recording.place.last_place import FOLDER
 
 _POLL_S = 0.02
 

@@ -11,9 +11,9 @@ import zstandard
 
 from ddpobs import wire
 from ddpobs.export.spool import Spool
-from ddpobs.recording.dead_places import note_exit
-from ddpobs.recording.last_place import FOLDER, LastPlace
-from ddpobs.recording.place_file import LAUNCH, PlaceIdentity, Slot
+from ddpobs.recording.place.dead_places import note_exit
+from ddpobs.recording.place.last_place import FOLDER, LastPlace
+from ddpobs.recording.place.place_file import LAUNCH, PlaceIdentity, Slot
 from ddpobs.recovery import recover
 
 LIMIT = 10**9

@@ -127,8 +127,8 @@ def _watch_failures(module: Any) -> None:
         try:
             from ddpobs.config import from_environment
             from ddpobs.export.spool import folder_of
-            from ddpobs.recording.dead_places import note_exit
-            from ddpobs.recording.last_place import FOLDER
+            from ddpobs.recording.place.dead_places import note_exit
+            from ddpobs.recording.place.last_place import FOLDER
 
             note_exit(folder_of(from_environment(os.environ).spool) / FOLDER, self.pid, self.exitcode)
         except Exception as error:

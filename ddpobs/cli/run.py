@@ -12,7 +12,7 @@ import ddpobs
 from ddpobs.cli.app import CollectorOption, checked, main, settings
 from ddpobs.export.spool import folder_of
 from ddpobs.launch.start import supervise
-from ddpobs.recording.last_place import FOLDER
+from ddpobs.recording.place.last_place import FOLDER
 
 
 @main.command(context_settings={"allow_interspersed_args": False})

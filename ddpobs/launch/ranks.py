@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpobs.recording.place_file import (
+from ddpobs.recording.place.place_file import (
     IDENTITY_AT,
     SIZE,
     SUFFIX,

@@ -15,8 +15,8 @@ from ddpobs.client.reader import page_address
 from ddpobs.config import TelemetryConfig, from_environment
 from ddpobs.export.http_sender import Answer, Outcome, Sender, pause_s
 from ddpobs.export.spool import Encoded, Spool
-from ddpobs.recording.dead_places import Place, places_of_the_dead
-from ddpobs.recording.place_file import process_space
+from ddpobs.recording.place.dead_places import Place, places_of_the_dead
+from ddpobs.recording.place.place_file import process_space
 from ddpobs.recovery import encoded
 from ddpobs.shared.words import format_bucket
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import ddpobs
 from ddpobs.launch.witness import Witness
-from ddpobs.recording.place_file import LAUNCH
+from ddpobs.recording.place.place_file import LAUNCH
 
 NOT_STARTED = 127
 """Exit status of a command that cannot be started, as a shell's."""

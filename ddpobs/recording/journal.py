@@ -32,11 +32,11 @@ from torch.autograd import Variable
 
 from ddpobs.clocks import Clock, Stamp
 from ddpobs.never_raises import never_raises
-from ddpobs.recording.counter_reader import CounterReader
-from ddpobs.recording.last_place import Slots, memory_slots
-from ddpobs.recording.loop_frames import Places, places_on_stack
 from ddpobs.recording.nested_backwards import NestedBackwards, NestedForward
-from ddpobs.recording.place_file import Slot
+from ddpobs.recording.place.last_place import Slots, memory_slots
+from ddpobs.recording.place.place_file import Slot
+from ddpobs.recording.probes.counter_reader import CounterReader
+from ddpobs.recording.probes.loop_frames import Places, places_on_stack
 from ddpobs.steps.raw_step import BACKWARD, DATA, EXPOSED_COMM, FORWARD, OPTIMIZER, OTHER, InputSize, RawStep
 from ddpobs.steps.step_tracker import StepTracker
 from ddpobs.torch_seam.autograd import is_repetition_reentrant

@@ -13,12 +13,12 @@ from ddpobs import wire
 from ddpobs.clocks import Clock, Stamp, clock_for
 from ddpobs.never_raises import never_raises
 from ddpobs.observers import GradientSource
-from ddpobs.recording.fingerprints import Fingerprints
 from ddpobs.recording.input_size import input_size
 from ddpobs.recording.journal import Journal
-from ddpobs.recording.last_place import Slots, memory_slots
-from ddpobs.recording.place_file import Slot
-from ddpobs.recording.unreduced import UnreducedGradients
+from ddpobs.recording.place.last_place import Slots, memory_slots
+from ddpobs.recording.place.place_file import Slot
+from ddpobs.recording.replicas.fingerprints import Fingerprints
+from ddpobs.recording.replicas.unreduced import UnreducedGradients
 from ddpobs.torch_seam.modes import unseen
 
 _LOCAL_STRATEGIES = ("post_localSGD_hook",)

@@ -19,7 +19,7 @@ class Timeline:
     Attributes:
         stamp: Stamp of the current event.
         gap_is_data: The time between the end of a step and the next training forward belongs to the data phase of the
-            next step: a batch is asked of an iterator that reports no fetches (`recording/code_samples.py`).
+            next step: a batch is asked of an iterator that reports no fetches (`recording/looks/code_samples.py`).
         gap_is_pure: Nothing but the training loop's own code has run since the last switch.
         base: Phase outside of the calls under way.
         calls: Phases of the calls under way, the innermost last.

@@ -11,11 +11,11 @@ from ddpobs.config import TelemetryConfig
 from ddpobs.export.exporter import Exporter
 from ddpobs.export.spool import folder_of
 from ddpobs.never_raises import never_raises
-from ddpobs.recording.failure import describe
+from ddpobs.recording.hooks.failure import describe
 from ddpobs.recording.journal import Journal
-from ddpobs.recording.last_place import FOLDER, LastPlace, is_interrupted
-from ddpobs.recording.place_file import Slot, launch_was_interrupted
-from ddpobs.recording.pulses import Pulses
+from ddpobs.recording.looks.pulses import Pulses
+from ddpobs.recording.place.last_place import FOLDER, LastPlace, is_interrupted
+from ddpobs.recording.place.place_file import Slot, launch_was_interrupted
 
 _LAUNCH_S = 0.1
 """Longest time that SIGTERM waits until the `ddpobs run` around the launcher has noted that SIGINT is the reason."""

@@ -12,21 +12,21 @@ from ddpobs import wire
 from ddpobs.config import TelemetryConfig
 from ddpobs.export.exporter import DONE, Exporter
 from ddpobs.never_raises import never_raises
-from ddpobs.recording.activity import ActivityWatch
-from ddpobs.recording.code_samples import FIRST_LOOKS_S, CodeSamples
-from ddpobs.recording.collective_hooks import CollectiveHooks
-from ddpobs.recording.counter_reader import CounterReader
-from ddpobs.recording.failure import UncaughtErrors
-from ddpobs.recording.interactive_session import InteractiveSession
+from ddpobs.recording.hooks.collective_hooks import CollectiveHooks
+from ddpobs.recording.hooks.failure import UncaughtErrors
+from ddpobs.recording.hooks.interactive_session import InteractiveSession
+from ddpobs.recording.hooks.loader_hooks import LoaderHooks
+from ddpobs.recording.hooks.pipeline_hooks import PipelineHooks
+from ddpobs.recording.hooks.process_hooks import ProcessHooks
 from ddpobs.recording.journal import Journal
-from ddpobs.recording.loader_hooks import LoaderHooks
-from ddpobs.recording.machine_state import MachineState
+from ddpobs.recording.looks.activity import ActivityWatch
+from ddpobs.recording.looks.code_samples import FIRST_LOOKS_S, CodeSamples
+from ddpobs.recording.looks.pulses import Pulses
 from ddpobs.recording.module_recorder import ModuleRecorder
-from ddpobs.recording.nvidia_device import watch_device
-from ddpobs.recording.pipeline_hooks import PipelineHooks
-from ddpobs.recording.process_hooks import ProcessHooks
-from ddpobs.recording.pulses import Pulses
-from ddpobs.recording.unreduced import UnreducedGradients
+from ddpobs.recording.probes.counter_reader import CounterReader
+from ddpobs.recording.probes.machine_state import MachineState
+from ddpobs.recording.probes.nvidia_device import watch_device
+from ddpobs.recording.replicas.unreduced import UnreducedGradients
 
 Event = Callable[[str, int, dict[str, wire.Scalar]], None]
 """Takes an event of now: its kind, the number of its step, and its detail."""

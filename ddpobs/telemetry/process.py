@@ -27,14 +27,14 @@ from ddpobs.never_raises import never_raises
 from ddpobs.observers import ModuleObserver
 from ddpobs.ranks.rendezvous import Rendezvous
 from ddpobs.ranks.run_identity import RunIdentity
-from ddpobs.recording.counter_reader import CounterReader
-from ddpobs.recording.failure import propagating, uncaught
+from ddpobs.recording.hooks.failure import propagating, uncaught
+from ddpobs.recording.hooks.termination import Termination
 from ddpobs.recording.journal import Journal
-from ddpobs.recording.last_place import FOLDER, LastPlace
 from ddpobs.recording.module_recorder import ModuleRecorder
-from ddpobs.recording.place_file import LAUNCH, PlaceIdentity, Slot
-from ddpobs.recording.start_up import start_up
-from ddpobs.recording.termination import Termination
+from ddpobs.recording.place.last_place import FOLDER, LastPlace
+from ddpobs.recording.place.place_file import LAUNCH, PlaceIdentity, Slot
+from ddpobs.recording.probes.counter_reader import CounterReader
+from ddpobs.recording.probes.start_up import start_up
 from ddpobs.recovery import recover
 from ddpobs.steps.account import Account
 from ddpobs.steps.raw_step import RawStep

@@ -9,7 +9,7 @@ from ddpobs import wire
 from ddpobs.clocks import Clock, Stamp
 from ddpobs.config import TelemetryConfig
 from ddpobs.never_raises import never_raises
-from ddpobs.recording.start_up import compile_ns
+from ddpobs.recording.probes.start_up import compile_ns
 from ddpobs.steps.account import Account, Piece, Tail
 from ddpobs.steps.raw_step import RawStep
 from ddpobs.steps.step_columns import RawSteps

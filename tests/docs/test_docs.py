@@ -20,7 +20,7 @@ from typer.main import get_command
 import ddpobs.horovod
 from benchmarks import measured
 from ddpobs import TelemetryConfig, cli
-from ddpobs.recording.failure import describe
+from ddpobs.recording.hooks.failure import describe
 from tests.support.longest_files import FIRST
 
 ROOT = Path(__file__).resolve().parents[2]

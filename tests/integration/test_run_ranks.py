@@ -17,8 +17,8 @@ RANKS = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
 from benchmarks.tied import end_with_parent
-from ddpobs.recording.last_place import FOLDER, LastPlace
-from ddpobs.recording.place_file import PlaceIdentity, Slot
+from ddpobs.recording.place.last_place import FOLDER, LastPlace
+from ddpobs.recording.place.place_file import PlaceIdentity, Slot
 
 def train(rank):
     source = f"{rank}".zfill(16)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddpobs import wire
-from ddpobs.recording.process_hooks import ProcessHooks
+from ddpobs.recording.hooks.process_hooks import ProcessHooks
 from ddpobs.steps.step_columns import RawSteps
 from ddpobs.steps.summary import Summariser
 from tests.support.recorded_steps import Training, own, phases, plain_step, rows

@@ -10,9 +10,9 @@ import torch
 from ddpobs import wire
 from ddpobs.clocks import HostClock
 from ddpobs.recording.journal import Journal
-from ddpobs.recording.last_place import LastPlace, step_of
 from ddpobs.recording.module_recorder import ModuleRecorder
-from ddpobs.recording.place_file import Slot
+from ddpobs.recording.place.last_place import LastPlace, step_of
+from ddpobs.recording.place.place_file import Slot
 
 
 class Training:

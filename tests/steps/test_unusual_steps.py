@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 from ddpobs import wire
-from ddpobs.recording import journal
-from ddpobs.recording.process_hooks import ProcessHooks
+from ddpobs.recording.hooks.process_hooks import ProcessHooks
+from ddpobs.recording.journal import journal
 from tests.support.recorded_steps import Training, own, phases, plain_step
 
 

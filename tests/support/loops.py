@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from ddpobs import wire
+from ddpobs.recording.hooks.loader_hooks import LoaderHooks
 from ddpobs.recording.journal import Journal
-from ddpobs.recording.loader_hooks import LoaderHooks
 from ddpobs.steps.raw_step import InputSize
 from tests.support.recorded_steps import FakeClock
 

@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddpobs import wire
 from ddpobs.never_raises import never_raises
-from ddpobs.recording.input_counts import InputCounts
+from ddpobs.recording.hooks.input_counts import InputCounts
 from ddpobs.recording.journal import Journal
 from ddpobs.torch_seam.loaders import awaited_worker, time_collate
 from ddpobs.torch_seam.patching import Patches

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ddpobs.never_raises import never_raises
-from ddpobs.recording import activity
-from ddpobs.recording.activity import Activity, ActivityWatch
+from ddpobs.recording.looks import activity
+from ddpobs.recording.looks.activity import Activity, ActivityWatch
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpobs.recording.pipeline_hooks import PipelineHooks
+from ddpobs.recording.hooks.pipeline_hooks import PipelineHooks
 from ddpobs.torch_seam import pipelining
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ddpobs.recording.cpu_quota import CpuQuota
+from ddpobs.recording.probes.cpu_quota import CpuQuota
 from ddpobs.wire import UNKNOWN, Machine
 
 _IDLE, _IO_WAIT, _STEAL = 3, 4, 7

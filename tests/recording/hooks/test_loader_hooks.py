@@ -15,9 +15,9 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
+from ddpobs.recording.hooks.loader_hooks import LoaderHooks
+from ddpobs.recording.hooks.process_hooks import ProcessHooks
 from ddpobs.recording.journal import Journal
-from ddpobs.recording.loader_hooks import LoaderHooks
-from ddpobs.recording.process_hooks import ProcessHooks
 from tests.support.loops import DATA, Loop
 from tests.support.recorded_steps import FakeClock
 

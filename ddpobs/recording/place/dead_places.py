@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpobs import wire
-from ddpobs.recording import oom_kills
-from ddpobs.recording.last_place import Slots, bucket_of, is_interrupted, remove, step_of
-from ddpobs.recording.place_file import (
+from ddpobs.recording.place.last_place import Slots, bucket_of, is_interrupted, remove, step_of
+from ddpobs.recording.place.place_file import (
     IDENTITY_AT,
     SUFFIX,
     PlaceIdentity,
@@ -22,6 +21,7 @@ from ddpobs.recording.place_file import (
     launch_interrupt_ended,
     process_space,
 )
+from ddpobs.recording.probes import oom_kills
 
 _SILENT_NS = 3600 * 10**9
 """Silence after which a process counts as dead if its process number means nothing here (another host or container)."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tqdm import tqdm
 
-from ddpobs.recording.loop_frames import Places, asks_iterator, called_name, places_on_stack
+from ddpobs.recording.probes.loop_frames import Places, asks_iterator, called_name, places_on_stack
 
 
 class Looks:

@@ -20,10 +20,10 @@ from types import FrameType
 from typing import Literal, NamedTuple
 
 from ddpobs import wire
-from ddpobs.recording.activity import classify, frames_of, place_of, users_frames
 from ddpobs.recording.journal import Journal
-from ddpobs.recording.loop_frames import asks_iterator, called_name
-from ddpobs.recording.place_file import Slot
+from ddpobs.recording.looks.activity import classify, frames_of, place_of, users_frames
+from ddpobs.recording.place.place_file import Slot
+from ddpobs.recording.probes.loop_frames import asks_iterator, called_name
 from ddpobs.steps.raw_step import DATA, OTHER
 
 FIRST_LOOKS_S = 0.05

@@ -21,8 +21,17 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ddpobs import wire
-from ddpobs.recording import oom_kills
-from ddpobs.recording.place_file import IDENTITY_AT, LAUNCH, MAGIC, SIZE, SUFFIX, PlaceIdentity, Slot, process_space
+from ddpobs.recording.place.place_file import (
+    IDENTITY_AT,
+    LAUNCH,
+    MAGIC,
+    SIZE,
+    SUFFIX,
+    PlaceIdentity,
+    Slot,
+    process_space,
+)
+from ddpobs.recording.probes import oom_kills
 
 FOLDER = "places"
 """Folder of the places, inside of the spool's."""

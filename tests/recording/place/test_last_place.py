@@ -12,16 +12,17 @@ from pathlib import Path
 import pytest
 
 from ddpobs import wire
-from ddpobs.recording import last_place, oom_kills
-from ddpobs.recording.dead_places import places_of_the_dead
-from ddpobs.recording.last_place import LastPlace
-from ddpobs.recording.place_file import PlaceIdentity, Slot
+from ddpobs.recording.place import last_place
+from ddpobs.recording.place.dead_places import places_of_the_dead
+from ddpobs.recording.place.last_place import LastPlace
+from ddpobs.recording.place.place_file import PlaceIdentity, Slot
+from ddpobs.recording.probes import oom_kills
 
 _KILLED = """
 import os, sys, time
 from pathlib import Path
-from ddpobs.recording.last_place import LastPlace
-from ddpobs.recording.place_file import PlaceIdentity, Slot
+from ddpobs.recording.place.last_place import LastPlace
+from ddpobs.recording.place.place_file import PlaceIdentity, Slot
 place = LastPlace(Path(sys.argv[1]), "0123456789abcdef")
 place.identify(PlaceIdentity("run", "a" * 16, "0123456789abcdef", 3, 4, "host"))
 place.slots[Slot.STEP], place.slots[Slot.CLOSED_AT_STEP], place.slots[Slot.CLOSED] = 10, 9, 12

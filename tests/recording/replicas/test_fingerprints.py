@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ddpobs import wire
-from ddpobs.recording.fingerprints import Fingerprints, Hashes, hash_of
+from ddpobs.recording.replicas.fingerprints import Fingerprints, Hashes, hash_of
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.complex64]
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ddpobs import wire
-from ddpobs.recording.activity import Activity, ActivityWatch
-from ddpobs.recording.code_samples import CodeSamples
-from ddpobs.recording.input_counts import InputCounts
+from ddpobs.recording.hooks.input_counts import InputCounts
 from ddpobs.recording.journal import Journal
+from ddpobs.recording.looks.activity import Activity, ActivityWatch
+from ddpobs.recording.looks.code_samples import CodeSamples
 from ddpobs.recording.module_recorder import ModuleRecorder
 
 _MAX_NAME = 256

@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from ddpobs import wire
-from ddpobs.recording.code_samples import CodeSamples
-from ddpobs.recording.input_counts import InputCounts
+from ddpobs.recording.hooks.input_counts import InputCounts
+from ddpobs.recording.looks.code_samples import CodeSamples
 from ddpobs.steps.raw_step import DATA, NO_INPUT, OTHER
 from tests.support.recorded_steps import Training
 

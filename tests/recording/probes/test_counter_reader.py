@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from ddpobs import wire
-from ddpobs.recording.counter_reader import CounterReader
-from ddpobs.recording.cpu_quota import CpuQuota
+from ddpobs.recording.probes.counter_reader import CounterReader
+from ddpobs.recording.probes.cpu_quota import CpuQuota
 from ddpobs.steps.counters import COUNTERS, throttled_ns, totals
 from tests.support.control_groups import quota_group
 
@@ -110,7 +110,7 @@ def test_a_real_quota_shows_as_throttled_time() -> None:
     # The quota is smaller than what a busy machine leaves to one of its processes.
     with quota_group(50) as group:
         script = (
-            "from tests.recording.test_counter_reader import *\n"
+            "from tests.recording.probes.test_counter_reader import *\n"
             "from tests.support.control_groups import QuotaGroup\n"
             f"QuotaGroup(Path({str(group.folder)!r})).join()\n"
             "reader = CounterReader()\n"

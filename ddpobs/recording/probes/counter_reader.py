@@ -15,7 +15,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import Any
 
-from ddpobs.recording.cpu_quota import CpuQuota, close_if
+from ddpobs.recording.probes.cpu_quota import CpuQuota, close_if
 from ddpobs.steps.counters import NO_USAGE, Reading
 
 pread: Any = getattr(os, "pread", None)  # Windows has none; then nothing is read.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from ddpobs.recording.failure import UncaughtErrors, describe
+from ddpobs.recording.hooks.failure import UncaughtErrors, describe
 
 
 class UnprintableError(Exception):

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from ddpobs import wire
 from ddpobs.clocks import HostClock
-from ddpobs.recording.activity import ActivityWatch
-from ddpobs.recording.collective_hooks import CollectiveHooks
+from ddpobs.recording.hooks.collective_hooks import CollectiveHooks
 from ddpobs.recording.journal import Journal
+from ddpobs.recording.looks.activity import ActivityWatch
+from ddpobs.recording.looks.pulses import Pulses
 from ddpobs.recording.module_recorder import ModuleRecorder
-from ddpobs.recording.pulses import Pulses
 
 Events = list[tuple[str, int, dict[str, wire.Scalar]]]
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from ddpobs import wire
-from ddpobs.recording.cpu_quota import CpuQuota
-from ddpobs.recording.machine_state import MachineState
-from ddpobs.recording.nvidia_device import NvidiaDevice, read_device, watch_device
+from ddpobs.recording.probes.cpu_quota import CpuQuota
+from ddpobs.recording.probes.machine_state import MachineState
+from ddpobs.recording.probes.nvidia_device import NvidiaDevice, read_device, watch_device
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the proc file system is Linux's")
@@ -121,5 +121,5 @@ def test_the_library_is_asked_on_a_thread_of_its_own_and_old_answers_are_dropped
 def test_other_devices_and_an_absent_package_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch_device(torch.device("cpu"), 1) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr("ddpobs.recording.nvidia_device.find_spec", lambda _: None)
+    monkeypatch.setattr("ddpobs.recording.probes.nvidia_device.find_spec", lambda _: None)
     assert watch_device(torch.device("cuda"), 1) is None

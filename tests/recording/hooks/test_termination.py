@@ -11,7 +11,7 @@ from benchmarks.rig import patience
 
 _PROCESS = """
 import os, signal, sys, threading, time
-from ddpobs.recording.termination import Termination
+from ddpobs.recording.hooks.termination import Termination
 termination = Termination(lambda: print("flushed", flush=True))
 BEFORE
 print(termination.install(), flush=True)

@@ -1,0 +1,1 @@
+"""Hooks that report the user's calls, signals and errors; the user's code stays unchanged."""

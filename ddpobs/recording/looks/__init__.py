@@ -1,0 +1,1 @@
+"""Looks of the telemetry thread at the training thread."""

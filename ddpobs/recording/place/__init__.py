@@ -1,0 +1,1 @@
+"""The place of a process, in a file that outlives it."""

@@ -1,0 +1,1 @@
+"""Readings of the process, the host and the device."""

@@ -1,0 +1,1 @@
+"""Facts by which replicas are compared."""
