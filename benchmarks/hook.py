@@ -99,7 +99,7 @@ def _blocks() -> int:
     """Count memory blocks once no record waits to be sent, because the queue's length varies."""
     process = telemetry._process
     while process is not None:
-        process._journal.catch_up()
+        process._journal.entries.catch_up()
         with process._exporter._work_lock:  # Not while the thread handles records.
             if not process._exporter._queue:
                 break

@@ -126,7 +126,7 @@ class Switched:
     def _steps_off(self, count: int) -> tuple[float, float]:
         """Time steps without hooks and recorder, while the threads wait."""
         exporter, journal = self._process._exporter, self._process._journal
-        recorded = exporter.emitted, len(journal._entries)
+        recorded = exporter.emitted, len(journal.entries._queue)
         self._process._observation.remove_hooks()
         self._process._observation._counters.remove()
         for owner, name in self._owners:
@@ -140,7 +140,7 @@ class Switched:
             setattr(owner, name, self._recorder)
         ending = self._process._ending
         self._process._observation.install_hooks(ending.fail, ending.end_cell)
-        if (exporter.emitted, len(journal._entries)) != recorded:
+        if (exporter.emitted, len(journal.entries._queue)) != recorded:
             raise RuntimeError("something was recorded while telemetry was off")
         return result
 

@@ -143,14 +143,14 @@ def _pace(process: telemetry.Telemetry, steps: Steps, turn: Turn) -> None:
     exporter._config = replace(config, batch_spans=1)
     for _ in range(_BATCHES_BEFORE):
         steps(2)
-        journal.catch_up()
+        journal.entries.catch_up()
         time.sleep(0.1)
     exporter._config = config
     emitted, began = exporter.emitted, time.perf_counter()
     steps(2)
     step_s = torch.tensor((time.perf_counter() - began) / 2, device=turn.device)
     torch.distributed.all_reduce(step_s, torch.distributed.ReduceOp.MAX)  # All ranks must take equally many steps.
-    journal.catch_up()
+    journal.entries.catch_up()
     records = (exporter.emitted - emitted) / 2
     per_s = 1 / turn.variants / step_s.item()
     # A pulse checks whether the flush is due, so half its period is subtracted.

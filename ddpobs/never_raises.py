@@ -24,7 +24,12 @@ def never_raises(call: Callable[_P, _T]) -> Callable[_P, _T | None]:
         except Exception:
             if not logged:
                 logged = True
-                _log.exception("ddpobs: telemetry failed in %s; training goes on", call.__qualname__)
+                log_failure(call)
             return None
 
     return guarded
+
+
+def log_failure(call: Callable[..., object]) -> None:
+    """Log the error of that call, which is being handled."""
+    _log.exception("ddpobs: telemetry failed in %s; training goes on", call.__qualname__)

@@ -144,20 +144,20 @@ class ModuleRecorder:
             counted: `reduction_began` was called for this backward.
         """
         self._count_backward()
-        if self._journal.paused:
+        if self._journal.thread.paused:
             return None
         sampled = self._backwards % self._readiness_every == 0
         self._backwards += 1
         self.current = BackwardRecord(self.index, self._revision, self._buckets, self._parameters if sampled else None)
         if not counted:
             self.reduction_began(self.current.launched_ns, self.current.done_ns)
-        self.current.last_bucket = self._journal.last_bucket
+        self.current.last_bucket = self._journal.place.last_bucket
         self.bucket_launched(wire.UNKNOWN)
         return self.current
 
     def bucket_launched(self, bucket: int) -> None:
         """Store the bucket launched last into the process's place, `wire.UNKNOWN` at the begin of a backward."""
-        slots = self._journal.slots
+        slots = self._journal.place.slots
         slots[Slot.MODULE], slots[Slot.BUCKET] = self.index, bucket
 
     def finished(self, record: BackwardRecord) -> None:
@@ -180,7 +180,7 @@ class ModuleRecorder:
     @never_raises
     @unseen
     def _sample_gradients(self, fingerprints: Fingerprints) -> None:
-        if not self._journal.paused:
+        if not self._journal.thread.paused:
             fingerprints.reduced()
 
     @property
@@ -195,7 +195,7 @@ class ModuleRecorder:
 
         Called in a forward. One without gradients may run on one rank alone, perhaps with averaged parameters.
         """
-        if self.fingerprints is not None and torch.is_grad_enabled() and not self._journal.paused:
+        if self.fingerprints is not None and torch.is_grad_enabled() and not self._journal.thread.paused:
             self.fingerprints.forward_began(buffers)
 
     def follow_gradients(self, source: GradientSource) -> None:
@@ -236,11 +236,11 @@ class ModuleRecorder:
     @property
     def in_backward(self) -> bool:
         """Whether a backward is under way, begun by torch's function: its end calls `on_backward_end`."""
-        return self._journal.in_backward
+        return self._journal.thread.in_backward
 
     def communicated(self, kind: str, launched_ns: Stamp, done_ns: Stamp) -> None:
         """Record communication other than gradient buckets; `kind` is one of `wire.COMM_KINDS`."""
-        self._journal.comm_ended(self.index, wire.COMM_KINDS.index(kind), launched_ns, done_ns)
+        self._journal.waits.comm_ended(self.index, wire.COMM_KINDS.index(kind), launched_ns, done_ns)
 
     @never_raises
     def unused(self, locally: Iterable[str], globally: Iterable[str]) -> None:
@@ -286,11 +286,11 @@ class ModuleRecorder:
             if self.training:
                 training = torch.is_grad_enabled() or (len(journal.trained) > 1 and self.index in journal.trained)
             else:
-                training = journal.trains_in_eval and torch.is_grad_enabled()
+                training = journal.evaluation.trains and torch.is_grad_enabled()
             size = input_size(*inputs, *kwargs.values()) if kwargs else input_size(*inputs)
             journal.forward_began(self.index, training, size)
         except Exception:
-            journal.log_failure(ModuleRecorder.forward_began)
+            journal.entries.log_failure(ModuleRecorder.forward_began)
 
     @property
     def training(self) -> bool | None:

@@ -85,11 +85,11 @@ class Ending:
 
     def end_cell(self) -> None:
         """Report that an interrupt ended a cell's training; a later cell may train again."""
-        if self._journal.trains_here and not (self.outcome or self._interrupted):
+        if self._journal.thread.is_here and not (self.outcome or self._interrupted):
             self._place.note_interrupt(time.monotonic_ns())
             self._report_interrupt({"error": "KeyboardInterrupt"})
             self._cell_ended = True
-            self._journal.training_interrupted()
+            self._journal.waits.training_interrupted()
             self._exporter.flush_soon()
 
     def step_closed(self, number: int) -> None:

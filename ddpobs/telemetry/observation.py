@@ -92,7 +92,7 @@ class Observation:
         session = InteractiveSession(end_cell)
         for hook in (
             session,
-            UncaughtErrors(lambda: self._journal.trains_here, fail, session.failed),
+            UncaughtErrors(lambda: self._journal.thread.is_here, fail, session.failed),
             self.pipelines,
             CollectiveHooks(self._journal),
             ProcessHooks(self._journal, self._event),

@@ -120,7 +120,7 @@ class Telemetry:
             self._place.slots,
             counters=counters,
         )
-        self._journal.evaluating = self._evaluating
+        self._journal.evaluation.covers_all = self._evaluating
         self._observation = Observation(config, device, self._journal, counters, self._recorders, self._event)
         pulses = self._observation.pulses
         self._ending = Ending(config, self._journal, self._place, self._exporter, pulses, self._finish)
@@ -131,7 +131,7 @@ class Telemetry:
         never_raises(self._rendezvous.open)()
         flush_s, pulse_s = self._config.flush_s, self._config.pulse_s
         self._exporter.call_every(_LOOK_S, self._find_identity)
-        self._exporter.call_every(min(pulse_s, flush_s / 2), self._journal.catch_up)
+        self._exporter.call_every(min(pulse_s, flush_s / 2), self._journal.entries.catch_up)
         self._exporter.call_every(pulse_s, self._pulse)
         self._exporter.call_every(pulse_s, self._recover_if_stuck)
         # Twice per flush: a batch's steps are compared before the next batch, since a short run has few batches.
@@ -176,7 +176,7 @@ class Telemetry:
         )
         self._modules += 1
         self._recorders.append(recorder)
-        self._journal.training_interrupted()  # Building a model is no part of a step.
+        self._journal.waits.training_interrupted()  # Building a model is no part of a step.
         return recorder
 
     def leave(self, observer: ModuleObserver) -> bool:

@@ -41,12 +41,12 @@ def train(rank: int, world_size: int, kind: str) -> tuple[float, float]:
             return len(gc.get_objects())
 
         steps(20)
-        process._journal.catch_up()
+        process._journal.entries.catch_up()
         gc.collect()
         gc.disable()
         start_objects = steps(1)
         unread_objects = steps(STEPS)
-        process._journal.catch_up()
+        process._journal.entries.catch_up()
         waiting_objects = len(gc.get_objects())
         gc.enable()
     assert len(capture.steps("step")) >= STEPS

@@ -57,11 +57,11 @@ def test_a_forked_child_deletes_none_of_the_parents_records(tmp_path: Path) -> N
 
     parent = os.getpid()
     journal = Journal(HostClock(), lambda _: None)
-    journal.comm_ended(0, 0, Event(), Event())
+    journal.waits.comm_ended(0, 0, Event(), Event())
     running = Exporter(TelemetryConfig(collector=absent(), spool=tmp_path), encode)
     running.offer(Event())
-    assert forked(lambda: not journal._entries and not running._queue)
-    assert len(journal._entries) == 3
+    assert forked(lambda: not journal.entries._queue and not running._queue)
+    assert len(journal.entries._queue) == 3
 
 
 def test_forks_do_not_wait_for_a_request_without_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,8 +238,8 @@ def test_the_hooks_see_loader_backward_and_optimizer_and_leave_nothing_behind(tr
             optimizer.step()
     finally:
         hooks.remove()
-    training.journal.catch_up()
-    recorded = {phase for phase, _ in training.journal._tracker.raw.switches}  # type: ignore[union-attr]
+    training.journal.entries.catch_up()
+    recorded = {phase for phase, _ in training.journal.entries._tracker.raw.switches}  # type: ignore[union-attr]
     assert {wire.PHASES[phase] for phase in recorded} >= {"data", "forward", "backward", "optimizer"}
     assert (torch.autograd.backward, torch.save, torch.utils.data.DataLoader.__iter__) == originals
 
@@ -282,9 +282,9 @@ def test_micro_batches_that_never_synchronise_are_no_step_and_take_bounded_memor
         training.fetch(10)
         training.forward(20)
         training.backward(40, 0, synchronised=False)
-        training.journal.comm_ended(0, 0, training.clock.now_ns - 1, training.clock.now_ns)
-    training.journal.catch_up()
-    step = training.journal._tracker.raw
+        training.journal.waits.comm_ended(0, 0, training.clock.now_ns - 1, training.clock.now_ns)
+    training.journal.entries.catch_up()
+    step = training.journal.entries._tracker.raw
     assert step is not None
     assert len(step.switches) <= 100
     assert len(step.comms) <= 100
@@ -302,9 +302,11 @@ def test_endless_collectives_take_bounded_memory(training: Training, monkeypatch
     plain_step(training)
     for _ in range(1000):
         training.spend(10)
-        training.journal.comm_ended(0, wire.COMM_KINDS.index("user"), training.clock.now_ns - 10, training.clock.now_ns)
-    training.journal.catch_up()
-    step = training.journal._tracker.raw
+        training.journal.waits.comm_ended(
+            0, wire.COMM_KINDS.index("user"), training.clock.now_ns - 10, training.clock.now_ns
+        )
+    training.journal.entries.catch_up()
+    step = training.journal.entries._tracker.raw
     assert step is not None
     assert len(step.comms) == 100
     plain_step(training)

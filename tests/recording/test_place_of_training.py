@@ -131,7 +131,7 @@ def test_a_forked_child_writes_another_place_and_removes_none(tmp_path: Path) ->
     if pid == 0:
         training.step()
         training.place.close()
-        os._exit(0 if training.journal.slots[Slot.SYNCHRONISED] else 1)
+        os._exit(0 if training.journal.place.slots[Slot.SYNCHRONISED] else 1)
     assert os.waitpid(pid, 0)[1] == 0
     assert bytes(training.place.slots) == before
     assert len(list((tmp_path / "places").iterdir())) == 1

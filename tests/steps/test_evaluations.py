@@ -18,7 +18,7 @@ def training() -> Training:
 
 def test_a_model_that_is_trained_in_evaluation_mode_has_steps(training: Training) -> None:
     """On purpose, to train without dropout, or because the script does not call `train()`."""
-    training.journal.evaluating = lambda: not training.module.training
+    training.journal.evaluation.covers_all = lambda: not training.module.training
     for _ in range(4):
         training.forward(20, training=False)
         training.backward(40, 30)
@@ -35,7 +35,7 @@ def test_a_model_that_is_trained_in_evaluation_mode_has_steps(training: Training
 
 def test_steps_are_recorded_while_the_model_changes_its_mode(training: Training) -> None:
     """Normalisation may be frozen half-way."""
-    training.journal.evaluating = lambda: not training.module.training
+    training.journal.evaluation.covers_all = lambda: not training.module.training
     for mode in (True, False, True):
         for _ in range(4):
             training.forward(20, training=mode)
@@ -49,7 +49,7 @@ def test_steps_are_recorded_while_the_model_changes_its_mode(training: Training)
 
 
 def test_an_evaluation_of_a_model_trained_in_evaluation_mode_is_part_of_no_step(training: Training) -> None:
-    training.journal.evaluating = lambda: not training.module.training
+    training.journal.evaluation.covers_all = lambda: not training.module.training
     for _ in range(2):
         training.forward(20, training=False)
         training.backward(40, 30)
@@ -74,7 +74,7 @@ def validate(training: Training, *, mode: bool) -> None:
 @pytest.mark.parametrize("mode", [False, True])
 def test_a_validation_without_gradients_is_part_of_no_step(training: Training, mode: bool) -> None:
     """Some scripts leave the model in training mode."""
-    training.journal.evaluating = lambda: not training.module.training
+    training.journal.evaluation.covers_all = lambda: not training.module.training
     for _ in range(3):
         plain_step(training)
         plain_step(training)
@@ -86,7 +86,7 @@ def test_a_validation_without_gradients_is_part_of_no_step(training: Training, m
 
 @pytest.mark.parametrize("mode", [False, True])
 def test_a_validation_between_two_micro_steps_takes_none_of_the_steps_time(training: Training, mode: bool) -> None:
-    training.journal.evaluating = lambda: not training.module.training
+    training.journal.evaluation.covers_all = lambda: not training.module.training
     for _ in range(3):
         for last in (False, False, True):
             training.fetch(10)
@@ -104,7 +104,7 @@ def test_a_validation_between_two_micro_steps_takes_none_of_the_steps_time(train
 
 def test_a_backward_in_an_evaluation_does_not_make_evaluations_training(training: Training) -> None:
     """For example, an attack on the inputs: no optimizer uses its gradients."""
-    training.journal.evaluating = lambda: not training.module.training
+    training.journal.evaluation.covers_all = lambda: not training.module.training
     plain_step(training)
     training.fetch(10)
     training.forward(20, training=False)
@@ -122,7 +122,7 @@ def test_a_backward_in_an_evaluation_does_not_make_evaluations_training(training
 def test_a_teacher_in_evaluation_mode_is_part_of_the_step(training: Training) -> None:
     teacher = torch.nn.Linear(2, 2).eval()
     teaching = training.add_recorder(1, teacher)
-    training.journal.evaluating = lambda: not training.module.training
+    training.journal.evaluation.covers_all = lambda: not training.module.training
     for _ in range(3):
         training.fetch(10)
         with torch.no_grad():
@@ -138,7 +138,7 @@ def test_a_teacher_in_evaluation_mode_is_part_of_the_step(training: Training) ->
 def test_a_forward_without_gradients_of_a_trained_module_is_not_a_teachers(training: Training) -> None:
     """For example, a single rank samples from its generator: that is not its own time."""
     other = training.add_recorder(1, torch.nn.Linear(2, 2))
-    training.journal.evaluating = lambda: False
+    training.journal.evaluation.covers_all = lambda: False
     for _ in range(3):
         plain_step(training)
         other.forward_began((torch.zeros(4, 2),))
@@ -185,7 +185,7 @@ def test_a_forward_without_gradients_between_fetch_and_forward_is_part_of_the_st
     training: Training, mode: bool
 ) -> None:
     """The model labels its own batch."""
-    training.journal.evaluating = lambda: not training.module.training
+    training.journal.evaluation.covers_all = lambda: not training.module.training
     for _ in range(3):
         training.fetch(10)
         with torch.no_grad():
@@ -207,7 +207,7 @@ def test_a_forward_without_gradients_between_fetch_and_forward_is_part_of_the_st
 def test_a_forward_without_gradients_after_a_fetch_is_an_evaluation_if_another_fetch_follows(
     training: Training,
 ) -> None:
-    training.journal.evaluating = lambda: not training.module.training
+    training.journal.evaluation.covers_all = lambda: not training.module.training
     plain_step(training)
     for _ in range(2):
         training.fetch(100)
@@ -223,7 +223,7 @@ def test_a_forward_without_gradients_after_a_fetch_is_an_evaluation_if_another_f
 
 
 def test_a_batch_fetched_without_gradients_and_trained_on_belongs_to_the_step(training: Training) -> None:
-    training.journal.evaluating = lambda: not training.module.training
+    training.journal.evaluation.covers_all = lambda: not training.module.training
     for _ in range(3):
         with torch.no_grad():
             training.fetch(10)
@@ -237,7 +237,7 @@ def test_a_batch_fetched_without_gradients_and_trained_on_belongs_to_the_step(tr
 def test_a_validation_beside_one_of_an_untrained_copy_is_part_of_no_step(training: Training) -> None:
     """The copy holds averaged weights."""
     average = training.add_recorder(1, torch.nn.Linear(2, 2))
-    training.journal.evaluating = lambda: False
+    training.journal.evaluation.covers_all = lambda: False
     for _ in range(3):
         plain_step(training)
         validate(training, mode=True)
@@ -254,7 +254,7 @@ def test_validation_samples_count_for_no_step_of_several_modules(training: Train
     other.recorder = training.add_recorder(1, other.module)
     bucket = wire.Bucket(size_bytes=8, dtype="float32", parameters=[wire.Parameter(name="w", size=2)])
     other.recorder.layout([bucket, bucket], "all_reduce")
-    training.journal.evaluating = lambda: False
+    training.journal.evaluation.covers_all = lambda: False
     for _ in range(3):
         training.fetch(10)
         for loop in (training, other):
@@ -284,7 +284,7 @@ def test_a_forward_without_gradients_in_every_step_becomes_part_of_it(
     training: Training, mode: bool, replay: bool
 ) -> None:
     """A policy acts in every step; the training batches may come from a loader."""
-    training.journal.evaluating = lambda: not training.module.training
+    training.journal.evaluation.covers_all = lambda: not training.module.training
     for _ in range(2 * ACTING):
         act(training, mode)
         training.module.train()
@@ -308,7 +308,7 @@ def test_a_forward_without_gradients_in_every_step_becomes_part_of_it(
 
 
 def test_a_metric_after_every_step_becomes_part_of_it(training: Training) -> None:
-    training.journal.evaluating = lambda: not training.module.training
+    training.journal.evaluation.covers_all = lambda: not training.module.training
     for _ in range(2 * ACTING):
         plain_step(training)
         act(training, mode=False)
@@ -319,7 +319,7 @@ def test_a_metric_after_every_step_becomes_part_of_it(training: Training) -> Non
 
 
 def test_a_forward_without_gradients_now_and_then_never_becomes_part_of_a_step(training: Training) -> None:
-    training.journal.evaluating = lambda: not training.module.training
+    training.journal.evaluation.covers_all = lambda: not training.module.training
     for _ in range(2 * ACTING):
         act(training, mode=False)
         training.module.train()
@@ -335,7 +335,7 @@ def test_a_forward_without_gradients_now_and_then_never_becomes_part_of_a_step(t
 @pytest.mark.parametrize("mode", [False, True])
 def test_a_validation_after_every_step_is_part_of_no_step(training: Training, mode: bool) -> None:
     """Its batches are fetched without gradients, each for two forwards."""
-    training.journal.evaluating = lambda: not training.module.training
+    training.journal.evaluation.covers_all = lambda: not training.module.training
     for _ in range(2 * ACTING):
         plain_step(training)
         training.module.train(mode)
@@ -351,7 +351,7 @@ def test_a_validation_after_every_step_is_part_of_no_step(training: Training, mo
 
 def test_batches_of_two_loaders_fetched_without_gradients_belong_to_the_step(training: Training) -> None:
     """Semi-supervised training fetches one batch with labels and one without."""
-    training.journal.evaluating = lambda: not training.module.training
+    training.journal.evaluation.covers_all = lambda: not training.module.training
     for validated in (False, False, True, False):
         with torch.no_grad():
             training.fetch(10, loader=1)
@@ -370,7 +370,7 @@ def test_batches_of_two_loaders_fetched_without_gradients_belong_to_the_step(tra
 @pytest.mark.parametrize("fetched", [False, True])
 def test_a_validation_of_a_copy_before_the_forward_is_part_of_no_step(training: Training, fetched: bool) -> None:
     """No DDP module runs the averaged weights. The batch of the step may have been fetched before."""
-    training.journal.evaluating = lambda: not training.module.training
+    training.journal.evaluation.covers_all = lambda: not training.module.training
     for validates in (False, True, False):
         if fetched:
             training.fetch(10, loader=1)

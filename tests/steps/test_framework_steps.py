@@ -51,8 +51,8 @@ def test_only_the_mode_of_the_wrapped_module_decides_whether_this_is_training(wr
     recorder = ModuleRecorder(0, model, journal, clock=clock, offer=raw.append, readiness_every=2)
     model.train(not wrapper).training = wrapper
     recorder.forward_began((ROWS,))
-    journal.catch_up()
-    assert (journal._tracker.step is not None) == (not wrapper)
+    journal.entries.catch_up()
+    assert (journal.entries._tracker.step is not None) == (not wrapper)
 
 
 def test_a_forward_in_the_optimizers_closure_is_forward(training: Training) -> None:
@@ -88,7 +88,7 @@ def test_a_closure_without_backward_leaves_the_phases_balanced(training: Trainin
 @pytest.mark.parametrize("hooks", ["forward", "fetch", "fetch and forward"])
 def test_an_evaluation_is_part_of_no_step(training: Training, hooks: str) -> None:
     """Its forward may bypass DDP (Transformers), and it may have no loader."""
-    training.journal.evaluating = lambda: not training.module.training
+    training.journal.evaluation.covers_all = lambda: not training.module.training
     plain_step(training)
     plain_step(training)
     training.module.eval()
@@ -98,7 +98,7 @@ def test_an_evaluation_is_part_of_no_step(training: Training, hooks: str) -> Non
             training.fetch(700)
         if "forward" in hooks:
             training.forward(800, training=False)
-            training.journal.comm_ended(0, 0, training.clock.now_ns - 500, training.clock.now_ns)
+            training.journal.waits.comm_ended(0, 0, training.clock.now_ns - 500, training.clock.now_ns)
     if "fetch" in hooks:
         training.fetch(10)
     training.module.train()
@@ -117,7 +117,7 @@ def test_an_evaluation_is_part_of_no_step(training: Training, hooks: str) -> Non
 
 
 def test_micro_batches_before_an_evaluation_are_kept(training: Training) -> None:
-    training.journal.evaluating = lambda: not training.module.training
+    training.journal.evaluation.covers_all = lambda: not training.module.training
     plain_step(training)
     training.fetch(10)
     training.forward(20)

@@ -29,9 +29,9 @@ class PipelineTraining(Training):
     """The last stage of two: it receives, computes and sends each micro-batch."""
 
     def wait(self, message: Message, ns: int) -> None:
-        began = self.journal.collective_wait_began(False, message)
+        began = self.journal.waits.collective_wait_began(False, message)
         self.spend(ns)
-        self.journal.collective_wait_ended(began)
+        self.journal.waits.collective_wait_ended(began)
 
     def schedule(self, micro_batches: int = 2) -> None:
         """A step of 7 + 20 + 1 ns in forward and 40 + 3 ns in backward for each micro-batch, and 5 ns of its own."""
@@ -100,7 +100,7 @@ def test_a_step_without_a_schedule_has_none(training: PipelineTraining) -> None:
 
 
 def test_an_evaluation_between_two_schedules_is_outside_of_the_steps(training: PipelineTraining) -> None:
-    training.journal.evaluating = lambda: not training.module.training
+    training.journal.evaluation.covers_all = lambda: not training.module.training
     training.schedule()
     training.optimizer(9)
     training.forward(1000, training=False)
@@ -114,7 +114,7 @@ def test_an_evaluation_between_two_schedules_is_outside_of_the_steps(training: P
 
 def test_a_wait_for_a_message_has_a_name_while_it_lasts(training: PipelineTraining) -> None:
     training.schedule()
-    began = training.journal.collective_wait_began(False, RECEIVE)
-    assert training.journal.waits_in == "receive of a message"
-    training.journal.collective_wait_ended(began)
-    assert training.journal.waits_in == ""
+    began = training.journal.waits.collective_wait_began(False, RECEIVE)
+    assert training.journal.waits.name == "receive of a message"
+    training.journal.waits.collective_wait_ended(began)
+    assert training.journal.waits.name == ""

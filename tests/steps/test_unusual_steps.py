@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from ddpobs import wire
 from ddpobs.recording.hooks.process_hooks import ProcessHooks
-from ddpobs.recording.journal import journal
 from tests.support.recorded_steps import Training, own, phases, plain_step
 
 
@@ -43,8 +42,8 @@ def test_closures_without_a_loader_are_a_step_each(training: Training) -> None:
 
 def test_a_backward_of_something_else_opens_no_step(training: Training) -> None:
     assert not training.journal.backward_began()
-    training.journal.catch_up()
-    assert training.journal._tracker.step is None
+    training.journal.entries.catch_up()
+    assert training.journal.entries._tracker.step is None
 
 
 def test_an_unused_map_under_backward_is_not_exposed(training: Training) -> None:
@@ -53,7 +52,7 @@ def test_an_unused_map_under_backward_is_not_exposed(training: Training) -> None
         training.forward(20)
         launched = training.clock.now_ns
         training.backward(40, 30)
-        training.journal.comm_ended(0, wire.COMM_KINDS.index("unused_map"), launched, launched + 25)
+        training.journal.waits.comm_ended(0, wire.COMM_KINDS.index("unused_map"), launched, launched + 25)
     training.journal.finish()
     assert [phases(step)["backward"] for step in training.steps()] == [40, 40]
     assert [phases(step)["exposed_comm"] for step in training.steps()] == [30, 30]
@@ -149,8 +148,8 @@ def test_another_threads_collective_during_a_backward_is_not_part_of_training(tr
     training.forward(20)
     training.journal.backward_began()
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(training.journal.collective_wait_began).result() is None
-        assert pool.submit(training.journal.collective_wait_began, True).result() is not None
+        assert pool.submit(training.journal.waits.collective_wait_began).result() is None
+        assert pool.submit(training.journal.waits.collective_wait_began, True).result() is not None
 
 
 def test_an_optimizer_after_one_with_a_closure_belongs_to_its_step(training: Training) -> None:
@@ -180,18 +179,18 @@ def test_steps_are_the_same_however_late_the_journal_is_replayed(training: Train
     late = train(training)
     assert len(late) == 4
     soon = Training()
-    soon.journal._full = 7 * 3
+    soon.journal.entries._full = 7 * 3
     if frequency == "after each entry":
-        append = soon.journal._append
+        append = soon.journal.entries.append
 
         def append_and_replay(entry: Any) -> None:
             append(entry)
-            soon.journal.catch_up()
+            soon.journal.entries.catch_up()
 
-        soon.journal._append = append_and_replay
+        soon.journal.entries.append = append_and_replay
     assert train(soon) == late
     soon.forward(20)
-    assert len(soon.journal._entries) <= 7 * 3
+    assert len(soon.journal.entries._queue) <= 7 * 3
 
 
 @pytest.mark.parametrize("fetched", [False, True])
@@ -211,19 +210,19 @@ def test_an_optimizer_that_failed_before_the_first_step_takes_no_time_later(trai
 
 def test_a_forked_child_inherits_no_entries_and_no_held_lock(training: Training) -> None:
     plain_step(training)
-    with training.journal._replaying:
+    with training.journal.entries._replaying:
         child = os.fork()
         if not child:
             training.journal.finish()
-            os._exit(len(training.raw) + 2 * len(training.journal._entries))
+            os._exit(len(training.raw) + 2 * len(training.journal.entries._queue))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert len(training.steps()) == 1
 
 
 def test_a_replay_that_hangs_does_not_block_training(training: Training) -> None:
     plain_step(training)
-    with training.journal._replaying:
-        training.journal._full = 3 * 3
+    with training.journal.entries._replaying:
+        training.journal.entries._full = 3 * 3
         for _ in range(10):
             plain_step(training)
         assert training.journal.number == 0
@@ -231,12 +230,12 @@ def test_a_replay_that_hangs_does_not_block_training(training: Training) -> None
 
 
 def test_a_replay_that_hangs_forever_takes_bounded_memory(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "_MAX_BACKLOG", 50)
-    training.journal._full = 3 * 3
-    with training.journal._replaying:
+    monkeypatch.setattr("ddpobs.recording.entries._MAX_BACKLOG", 50)
+    training.journal.entries._full = 3 * 3
+    with training.journal.entries._replaying:
         for _ in range(100):
             plain_step(training)
-            assert len(training.journal._entries) <= 50 * 3
+            assert len(training.journal.entries._queue) <= 50 * 3
     for _ in range(2):
         plain_step(training)
     assert phases(training.steps()[-1])["backward"] == 40
@@ -279,8 +278,8 @@ def test_a_backward_without_torchs_function_ends_a_step_and_leaves_no_records(tr
         training.optimizer(5)
     training.journal.finish()
     assert [phases(step) for step in training.steps()] == [{"data": 10, "forward": 90, "optimizer": 5}] * 3
-    assert training.journal._tracker.step is not None
-    assert not training.journal._tracker.step.records
+    assert training.journal.entries._tracker.step is not None
+    assert not training.journal.entries._tracker.step.records
 
 
 def test_a_call_that_an_interrupt_cut_off_ends_with_the_next_forward(training: Training) -> None:
@@ -328,7 +327,9 @@ def test_time_after_the_last_step_is_no_part_of_it(training: Training) -> None:
     for _ in range(3):
         plain_step(training)
     training.spend(12_000)  # For example, an upload or the wait for the exit.
-    training.journal.comm_ended(0, wire.COMM_KINDS.index("user"), training.clock.now_ns, training.clock.now_ns + 500)
+    training.journal.waits.comm_ended(
+        0, wire.COMM_KINDS.index("user"), training.clock.now_ns, training.clock.now_ns + 500
+    )
     training.spend(500)
     training.journal.finish()
     _, second, last = training.steps()

@@ -49,7 +49,7 @@ class CollectiveHooks:
     """Report each wait for a collective on the training thread to the journal, while installed."""
 
     def __init__(self, journal: Journal) -> None:
-        self._journal = journal
+        self._waits = journal.waits
         self._patches = Patches()
 
     def install(self) -> None:
@@ -77,16 +77,16 @@ class CollectiveHooks:
         self._patches.undo()
 
     def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        journal = self._journal
+        waits = self._waits
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            began = journal.collective_wait_began(torch._C._current_graph_task_id() >= 0, args[0])
+            began = waits.collective_wait_began(torch._C._current_graph_task_id() >= 0, args[0])
             if began is None:
                 return original(*args, **kwargs)
             try:
                 return original(*args, **kwargs)
             finally:
-                journal.collective_wait_ended(began)
+                waits.collective_wait_ended(began)
 
         return timed
 
@@ -112,25 +112,25 @@ class CollectiveHooks:
         return wait
 
     def _timed_barrier(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        journal, timed = self._journal, self._timed(original)
+        waits, timed = self._waits, self._timed(original)
 
         def monitored_barrier(*args: Any, **kwargs: Any) -> Any:
-            journal.collective_began("monitored_barrier")
+            waits.collective_began("monitored_barrier")
             return timed(*args, **kwargs)
 
         return monitored_barrier
 
     def _marked(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Mark the wait at a store; it is no communication of the step, and is not timed."""
-        journal, name = self._journal, f"store.{original.__name__}"
+        waits, name = self._waits, f"store.{original.__name__}"
 
         def marked(*args: Any, **kwargs: Any) -> Any:
-            if not journal.store_wait_began(name):
+            if not waits.store_wait_began(name):
                 return original(*args, **kwargs)
             try:
                 return original(*args, **kwargs)
             finally:
-                journal.store_wait_ended()
+                waits.store_wait_ended()
 
         # If a store is written in Python, pybind11 detects a call from the override by the caller's function name.
         marked.__code__ = marked.__code__.replace(co_name=original.__name__)
@@ -142,7 +142,7 @@ class CollectiveHooks:
         def wait(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return original(*args, **kwargs)
-            self._journal.collective_elements += _elements(args)
+            self._waits.collective_elements += _elements(args)
             return timed(*args, **kwargs)
 
         # `torch.compile` skips functions from ddpobs' files; that would break the user's graph here.
@@ -150,19 +150,19 @@ class CollectiveHooks:
         return wait
 
     def _timed_without_work(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        journal, name = self._journal, _PUBLIC_NAMES.get(original.__name__, original.__name__)
+        waits, name = self._waits, _PUBLIC_NAMES.get(original.__name__, original.__name__)
 
         def timed(group: Any, *args: Any, **kwargs: Any) -> Any:
-            journal.collective_began(name)
-            journal.collective_elements += _elements(args)
-            began = journal.collective_wait_began(torch._C._current_graph_task_id() >= 0)
+            waits.collective_began(name)
+            waits.collective_elements += _elements(args)
+            began = waits.collective_wait_began(torch._C._current_graph_task_id() >= 0)
             if began is None:
                 return original(group, *args, **kwargs)
             work: Any = original
             try:
                 work = original(group, *args, **kwargs)
             finally:
-                journal.collective_wait_ended(began if work is None else None)
+                waits.collective_wait_ended(began if work is None else None)
             return work
 
         # If a group is written in Python, pybind11 detects a call from the override by the caller's function name.

@@ -144,7 +144,7 @@ class LoaderHooks:
         return close
 
     def _trains(self) -> bool:
-        return self._journal.trains_here and torch.is_grad_enabled()
+        return self._journal.thread.is_here and torch.is_grad_enabled()
 
     def _timed(self, original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         def iterate(loader: Any) -> Iterator[Any]:
@@ -165,7 +165,8 @@ class LoaderHooks:
     @never_raises
     def _check_epoch(self, sampler: Any) -> None:
         self.report_repeated_order()
-        if self._reported or not sampler.shuffle or self._journal.evaluating() or not torch.is_grad_enabled():
+        evaluates = self._journal.evaluation.covers_all() or not torch.is_grad_enabled()
+        if self._reported or not sampler.shuffle or evaluates:
             return
         epoch, step = sampler.epoch, self._journal.number
         last = self._last_draw.get(sampler)

@@ -130,11 +130,11 @@ class ProcessHooks:
 
         def save(*args: Any, **kwargs: Any) -> Any:
             is_part = bool(args) and isinstance(args[0], _STORAGES)  # Pickling a tensor saves its storage.
-            if is_part or not journal.save_began():
+            if is_part or not journal.waits.save_began():
                 return original(*args, **kwargs)
             try:
                 return original(*args, **kwargs)
             finally:
-                journal.save_ended()
+                journal.waits.save_ended()
 
         return save

@@ -83,9 +83,9 @@ class CodeSamples:
         """Look once; return whether the first looks are over."""
         self._settle()
         journal = self._journal
-        if not (journal.paused or self._ended) and journal.forward_places:
+        if not (journal.thread.paused or self._ended) and journal.forward_places:
             before = self._position()
-            look = self._look_at(list(frames_of(journal.thread)))
+            look = self._look_at(list(frames_of(journal.thread.ident_or_main)))
             if look is not None and before == self._position():  # Else training went on meanwhile.
                 self._open.append(look)
         return len(self._looks) >= _FIRST_LOOKS
@@ -110,16 +110,16 @@ class CodeSamples:
 
     def _look_at(self, frames: Sequence[FrameType]) -> _Look | None:
         """Return a look at these frames, innermost first; None outside of steps."""
-        journal, phase = self._journal, self._journal.slots[Slot.PHASE]
+        journal, phase = self._journal, self._journal.place.slots[Slot.PHASE]
         if phase not in (DATA, OTHER):
             return _Look(journal.forwards, "")
-        evaluating = not journal.trains_in_eval and bool(journal.evaluating())
-        kind, _ = classify(frames, "", bucket_pending=False, waits_in=journal.waits_in, evaluating=evaluating)
+        evaluating = journal.evaluation.is_evaluating()
+        kind, _ = classify(frames, "", bucket_pending=False, waits_in=journal.waits.name, evaluating=evaluating)
         if kind in _OUTSIDE_OF_STEPS:
             return None
         if phase == OTHER and kind in ("collective", "bucket"):
             return _Look(journal.forwards, "")
-        in_gap = phase == OTHER and journal.awaits_forward
+        in_gap = phase == OTHER and journal.place.awaits_forward
         iterates = in_gap and asks_iterator(frames, journal.forward_places)
         key, place, calls = self._describe(frames)
         name: Literal["data", "other"] = "data" if phase == DATA or kind == "data" else "other"
@@ -136,12 +136,12 @@ class CodeSamples:
         return (inner.f_code, line), place_of(frames)[:_MOST_TEXT], called_name(inner)[:_MOST_TEXT]
 
     def _position(self) -> tuple[int, int]:
-        slots = self._journal.slots
+        slots = self._journal.place.slots
         return slots[Slot.PHASE], slots[Slot.AT_NS]
 
     def _settle(self) -> None:
         """Count the looks that a forward has followed; drop all if an evaluation or a checkpoint came between."""
-        forwards, interruptions = self._journal.forwards, self._journal.interruptions
+        forwards, interruptions = self._journal.forwards, self._journal.waits.interruptions
         if interruptions != self._interruptions:
             self._interruptions = interruptions
             self._open.clear()
@@ -157,7 +157,7 @@ class CodeSamples:
         counts = sum(gaps) >= least * len(gaps)
         if counts != self._gap_is_data:
             self._gap_is_data = counts
-            self._journal.count_gaps_as_data(counts)
+            self._journal.entries.count_gaps_as_data(counts)
 
     def _phase(self, look: _Look) -> Literal["data", "other", ""]:
         return "data" if look.in_gap and self._gap_is_data else look.phase

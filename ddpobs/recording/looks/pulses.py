@@ -78,7 +78,7 @@ class Pulses:
             activity=activity.kind,
             waits_in=activity.waits_in[:_MAX_NAME],
             synchronised=journal.synchronised,
-            collectives=journal.collectives,
+            collectives=journal.waits.collectives,
             buffer_broadcasts=journal.buffer_broadcasts,
             place=activity.place[:_MAX_NAME],
             stack=activity.stack if self.is_stuck else [],
@@ -93,18 +93,18 @@ class Pulses:
 
     def _activity(self, phase: str, step: int) -> Activity:
         journal = self._journal
-        if journal.paused:  # While a graph is captured, a device may not be queried, and nothing is recorded.
+        if journal.thread.paused:  # While a graph is captured, a device may not be queried, and nothing is recorded.
             self._watch.rest()
             return Activity(patience_ns=1)
         return self._watch.look(
-            journal.thread,
-            entries=journal.entries,
+            journal.thread.ident_or_main,
+            entries=journal.entries.replayed,
             step=step,
             phase=phase,
             bucket_pending=self._find_bucket(),
-            waits_in=journal.waits_in,
-            evaluating=bool(journal.evaluating()),
-            last_event_ns=journal.last_event_ns,
+            waits_in=journal.waits.name,
+            evaluating=bool(journal.evaluation.covers_all()),
+            last_event_ns=journal.entries.last_event_ns,
         )
 
     def _find_bucket(self) -> bool:

@@ -137,11 +137,12 @@ class UnreducedGradients:
 
     def _look(self, optimizer: Optimizer) -> None:
         journal = self._journal
-        if journal.paused or not self._modules:
+        if journal.thread.paused or not self._modules:
             return
         history = self._seen(optimizer)
         history.steps += 1
-        moved, history.elements = journal.collective_elements - history.elements, journal.collective_elements
+        elements = journal.waits.collective_elements
+        moved, history.elements = elements - history.elements, elements
         for module in history.modules:
             module.optimizer_steps = max(module.optimizer_steps, history.steps)
             source = module.source()

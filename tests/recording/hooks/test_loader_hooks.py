@@ -118,9 +118,9 @@ def an_evaluation_on_the_training_data(loop: Loop) -> None:
     for epoch in range(3):
         shuffled.set_epoch(epoch)
         loop.train(loader)
-        loop.journal.evaluating = lambda: True
+        loop.journal.evaluation.covers_all = lambda: True
         list(loader)
-        loop.journal.evaluating = lambda: False
+        loop.journal.evaluation.covers_all = lambda: False
 
 
 def a_random_sampler(loop: Loop) -> None:

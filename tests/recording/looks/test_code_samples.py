@@ -41,7 +41,7 @@ class LookedAt(Training):
         self.journal.backward_ended()
         self.journal.optimizer_began()
         self.journal.optimizer_ended()
-        self.journal.catch_up()
+        self.journal.entries.catch_up()
 
     def phase_ns(self) -> dict[int, int]:
         self.journal.finish()
@@ -107,7 +107,7 @@ def test_looks_around_an_evaluation_are_in_no_step() -> None:
     for _ in range(20):
         training.step()
         training.wait()
-        training.journal.training_interrupted()
+        training.journal.waits.training_interrupted()
     assert training.samples.count == 0
     assert training.samples.places() == []
 

@@ -42,7 +42,7 @@ class Training:
         """Train on a thread that runs `work`."""
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        self.journal._thread = thread.ident or 0
+        self.journal.thread.ident = thread.ident or 0
         time.sleep(0.2)
         yield
 
@@ -91,7 +91,7 @@ def test_a_captured_graph_is_never_stuck() -> None:
     training = Training()
     with training.on(lambda: time.sleep(60)):
         training.look()
-        training.journal.paused = True
+        training.journal.thread.paused = True
         time.sleep(0.5)
         assert training.look().idle_ns == 0
         assert not training.pulses.is_stuck
@@ -140,7 +140,7 @@ def test_a_wait_at_the_store_is_named() -> None:
             other = store.clone()
             other.set("absent", "1")
             time.sleep(0.3)
-            assert training.journal.waits_for_store == ""
+            assert training.journal.waits._at_store == ""
     finally:
         hooks.remove()
     assert not hasattr(dist.Store.get, "__wrapped__")
@@ -154,12 +154,12 @@ def test_a_collective_of_the_user_is_counted_and_named(name: str) -> None:
     hooks.install()
     try:
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        training.journal.collectives = 0
+        training.journal.waits.collectives = 0
         if name == "barrier":
             dist.barrier()
         else:
             dist.all_reduce(torch.zeros(1))
-        assert (training.journal.collectives, training.journal.last_collective) == (1, name)
+        assert (training.journal.waits.collectives, training.journal.waits.last_collective) == (1, name)
     finally:
         hooks.remove()
         dist.destroy_process_group()

@@ -1,0 +1,122 @@
+"""Waits of the training thread outside of the reducer: for collectives, for the rendezvous store, for a checkpoint."""
+
+from __future__ import annotations
+
+from ddpobs.clocks import Clock, Stamp
+from ddpobs.never_raises import never_raises
+from ddpobs.recording.entries import Entries
+from ddpobs.recording.training_thread import TrainingThread
+from ddpobs.steps.step_tracker import StepTracker
+from ddpobs.torch_seam.collectives import message_kind
+from ddpobs.wire import COMM_KINDS
+
+_USER = COMM_KINDS.index("user")
+_BARRIERS = frozenset({"barrier", "monitored_barrier"})
+
+
+class Waits:
+    """Records the waits of the user's calls.
+
+    Args:
+        clock: Source of stamps.
+        entries: Takes the events.
+        thread: The training thread; waits of other threads are not recorded.
+
+    Attributes:
+        collectives: Collectives of user code that have begun.
+        collective_elements: Elements that user code has handed to collectives.
+        last_collective: Name of the user's collective that began last.
+        interruptions: Evaluations and checkpoints so far: time around them is no part of a step.
+    """
+
+    def __init__(self, clock: Clock, entries: Entries, thread: TrainingThread) -> None:
+        self._now, self._entries, self._thread = clock.now, entries, thread
+        self._in_collective = False
+        self._message = ""
+        """Kind of the message that is waited for, or was last; empty for a collective."""
+        self._at_store = ""
+        """Name of the call that waits at the rendezvous store; empty outside of such calls."""
+        self._saves = 0
+        """Saves of checkpoints under way, one inside another."""
+        self.collectives = self.collective_elements = self.interruptions = 0
+        self.last_collective = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the call in which the training thread waits for other ranks; empty outside of such calls."""
+        if self._at_store or not self._in_collective:
+            return self._at_store
+        return f"{self._message} of a message" if self._message else self.last_collective
+
+    def comm_ended(self, module: int, kind: int, launched: Stamp, done: Stamp) -> None:
+        """Communication other than a gradient bucket ended in the open step."""
+        self._entries.record(StepTracker.comm_ended, 0, module, kind, launched, done)
+
+    def collective_began(self, name: str) -> None:
+        """A collective of user code was called."""
+        self.collectives += 1
+        self.last_collective = name
+
+    @never_raises
+    def collective_wait_began(self, in_graph: bool = False, work: object = None) -> Stamp | None:
+        """A wait for a collective, or for a message, begins; None if it does not block the training thread.
+
+        Args:
+            in_graph: A node of a backward waits, maybe on one of autograd's threads.
+            work: The work that is waited for, if there is one.
+        """
+        thread = self._thread
+        if not thread.started or self._in_collective or not (thread.is_current() or (thread.in_backward and in_graph)):
+            return None
+        self._message = message_kind(work)
+        self._in_collective = True
+        return self._now()
+
+    @never_raises
+    def collective_wait_ended(self, began: Stamp | None) -> None:
+        """The wait ended; `began` is None if it is not to be recorded."""
+        self._in_collective = False
+        if began is None:
+            return
+        if self._message:
+            self.comm_ended(0, COMM_KINDS.index(self._message), began, self._now())
+        elif self.last_collective in _BARRIERS and not (self._saves or self._thread.in_backward):
+            self._entries.record(StepTracker.waited_at_barrier, 0, began, self._now())
+        else:
+            self.comm_ended(0, _USER, began, self._now())
+
+    @never_raises
+    def store_wait_began(self, name: str) -> bool:
+        """A call may wait at the rendezvous store; return whether it blocks the training thread."""
+        if self._at_store or not self._thread.is_current():
+            return False
+        self._at_store = name
+        return True
+
+    def store_wait_ended(self) -> None:
+        """The store answered, or an error ended the call."""
+        self._at_store = ""
+
+    def training_interrupted(self) -> None:
+        """Work outside of training takes time."""
+        self.interruptions += 1
+        self._entries.record(StepTracker.training_interrupted, 0)
+
+    @never_raises
+    def save_began(self) -> bool:
+        """A checkpoint is being saved; return whether its end must be reported."""
+        if not (self._thread.started and self._thread.is_current()):
+            self.training_interrupted()
+            return False
+        self._saves += 1
+        self.interruptions += 1
+        if self._saves == 1:
+            self._entries.record(StepTracker.save_began, self._now())
+        return True
+
+    @never_raises
+    def save_ended(self) -> None:
+        """The checkpoint is saved, or an error ended it."""
+        self._saves = max(0, self._saves - 1)
+        if not self._saves:
+            self._entries.record(StepTracker.save_ended, self._now())
