@@ -55,6 +55,14 @@ def test_two_slow_ranks_are_both_named_each_with_its_own_phase(ranks: int) -> No
         assert sorted((f.ranks[0], f.phase) for f in named) == [(1, "backward"), (ranks - 1, "data")]
 
 
+@pytest.mark.parametrize("first", range(7))
+def test_a_rank_that_takes_long_in_every_seventh_step_is_named_from_eight_such_steps_on(first: int) -> None:
+    own = noiseless({}, steps=60, ranks=2)
+    own[first::7, 0, wire.OWN_PHASES.index("forward")] += 120 * MS
+    (finding,) = findings_of(own)
+    assert (finding.ranks, finding.phase, finding.evidence.kind) == ([0], "forward", "intermittent")
+
+
 def test_a_rank_slow_in_some_steps_is_intermittent_and_its_share_is_reported() -> None:
     (finding,) = findings_of(own_times(200, 4, seed=0, slow=(Slow(2, "data", 80, share=0.25),)))
     assert (finding.ranks, finding.phase, finding.evidence.kind) == ([2], "data", "intermittent")

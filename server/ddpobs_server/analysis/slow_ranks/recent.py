@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from ddpobs_server.analysis.finding import severity_of
+from ddpobs_server.analysis.slow_ranks.chance import beyond_chance
 from ddpobs_server.analysis.slow_ranks.lateness import (
     Lateness,
     cost_shares,
@@ -17,13 +18,7 @@ from ddpobs_server.analysis.slow_ranks.lateness import (
     step_weights,
     typical_lateness,
 )
-from ddpobs_server.analysis.slow_ranks.recurrence import (
-    beyond_chance,
-    costly_ranks,
-    onset,
-    recurring_ranks,
-    steady_levels,
-)
+from ddpobs_server.analysis.slow_ranks.recurrence import costly_ranks, onset, recurring_ranks, steady_levels
 from ddpobs_server.analysis.slow_ranks.slow_rank import SlowRank
 from ddpobs_server.analysis.steps.joined_steps import JoinedSteps
 

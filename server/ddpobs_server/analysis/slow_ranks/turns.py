@@ -12,9 +12,10 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs.shared.delay import excesses, is_late, median_of_others
+from ddpobs_server.analysis.slow_ranks.chance import chance_of
 from ddpobs_server.analysis.slow_ranks.lateness import Lateness, lateness, step_weights
 from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins, bins_of, ideal_ns, loss_shares
-from ddpobs_server.analysis.slow_ranks.recurrence import MIN_COST_SHARE, PARTS, chance_of
+from ddpobs_server.analysis.slow_ranks.recurrence import MIN_COST_SHARE, PARTS
 from ddpobs_server.analysis.slow_ranks.stretches import net_cost_ns
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
@@ -150,7 +151,7 @@ def _phase_turns(joined: JoinedSteps, named: set[int]) -> list[Turn]:
             continue
         chances = chance_of(late)
         for index in suspects:
-            if chances[index] <= max(_MAX_CHANCE, 1 / 400):
+            if chances[index] <= _MAX_CHANCE:
                 rows = late[:, index]
                 turns.append(Turn(index, phase, rows, float(np.median(excess_ns[rows, index])), chances[index]))
     return turns
