@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.faults.launch import ranks_of
+from benchmarks.rig import patience
 from benchmarks.rig.training import PATIENT
 from tests.support.server.batches import get
 
 pytestmark = pytest.mark.wide
 
 SCRIPT = Path(__file__).with_name("scripts") / "outside.py"
+REPORTS = ("account", "diagnostics")
 
 
 @pytest.mark.parametrize(
@@ -55,3 +58,23 @@ def test_the_account_of_two_attempts_has_the_start_the_restart_and_the_repeated_
     assert rank_ns["model"] >= 2 * 2 * 1.5e9
     assert rank_ns["repeated_steps"] > 0
     assert rank_ns["restart"] == 2 * (second["began_ns"] - first["until_ns"])
+
+
+def test_a_training_under_the_name_of_one_that_ended_in_order_is_no_restart_of_it(url: str, tmp_path: Path) -> None:
+    def train() -> dict[str, Any]:
+        environ = {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": "outside-twice"} | PATIENT
+        with ranks_of(SCRIPT, "steps", ranks=2, folder=tmp_path, environ=environ) as ranks:
+            assert [process.wait(patience.HANG_S) for process in ranks.processes] == [0, 0], ranks.logs()
+        return reports(url, get(url, "/runs/outside-twice/attempts")["attempts"][-1]["attempt"])
+
+    def reports(url: str, attempt: str) -> dict[str, Any]:
+        account, diagnosis = (get(url, f"/runs/outside-twice/{name}", attempt=attempt) for name in REPORTS)
+        return {"account": account, "findings": diagnosis["findings"], "goodput": diagnosis["goodput"]}
+
+    first, second = train(), train()
+    assert reports(url, first["account"]["attempt"]) == first
+    for training in (first, second):
+        (attempt,) = training["account"]["attempts"]
+        assert (attempt["attempt"], attempt["steps"]) == (training["account"]["attempt"], 40)
+        assert "restart" not in {part["part"] for part in training["account"]["parts"]}
+        assert training["goodput"] == attempt["goodput"]

@@ -73,14 +73,14 @@ class Account(AccountTotal):
     price_per_hour: Annotated[
         float | None, doc("Price of an hour of a GPU, or of a rank without one; null if it is not known.")
     ]
-    attempts_left_out: Annotated[int, doc("Number of the oldest attempts that the account does not cover.")]
-    attempts: Annotated[list[AttemptAccount], doc("The run's attempts, oldest first.")]
+    attempts_left_out: Annotated[int, doc("Number of the training's oldest attempts that the account does not cover.")]
+    attempts: Annotated[list[AttemptAccount], doc("The training's attempts, oldest first.")]
     missing: Annotated[list[str], doc("Questions that could not be answered, each with the reason.")]
 
 
 @router.get("/account", response_model=Account)
 def get_account(run: RunDep, attempt: AttemptDep, reports: ReportsDep) -> Response:
-    """Where the run's wall time went, over all attempts: parts that add up, goodput, and hours lost by cause.
+    """Where the wall time of a training went, over its attempts: parts that add up, goodput, and hours lost by cause.
 
     Times are rank time: wall time times ranks. `attempt` selects the attempt whose ranks are listed. `missing` names
     the ranks whose time is not known, and why.

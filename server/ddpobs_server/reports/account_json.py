@@ -35,6 +35,21 @@ def processes_of(sources: Sequence[Source]) -> list[Process]:
     return processes + [Process(rank, None, reason=_NO_BATCH) for rank in sorted(absent)]
 
 
+def attempts_of_training(attempts: Sequence[AttemptSummary], attempt: str) -> list[AttemptSummary]:
+    """Return the attempts of the training that an attempt belongs to; `attempts` are a run's, oldest first.
+
+    After an orderly end, the next attempt begins another training under the name of the run.
+    """
+    training: list[AttemptSummary] = []
+    for known in attempts:
+        if training and training[-1].has_finished:
+            if any(each.attempt == attempt for each in training):
+                break
+            training = []
+        training.append(known)
+    return training
+
+
 def attempts_within_limits(attempts: Sequence[AttemptSummary], attempt: str) -> list[AttemptSummary]:
     """Return the attempts that an account covers, oldest first: the latest ones, as many as fit its limits.
 
@@ -74,17 +89,17 @@ def launches_of(
 
 
 def account_json(store: Store, run: str, attempt: str, price: float | None) -> dict[str, Any]:
-    """Return the account of a run, with the ranks of one attempt.
+    """Return the account of a training of a run, with the ranks of one attempt.
 
     Args:
         store: Source of the rows.
         run: Key of the run.
-        attempt: The attempt whose ranks are listed.
+        attempt: The attempt whose training it is, and whose ranks are listed.
         price: Price of an hour of a GPU, or of a rank where there is none; None if it is not known.
     """
     sources = store.sources(run, attempt)
-    attempts = store.attempt_summaries(run)
-    covered = attempts_within_limits(attempts, attempt)
+    training = attempts_of_training(store.attempt_summaries(run), attempt)
+    covered = attempts_within_limits(training, attempt)
     account = account_of(launches_of(store, run, covered, {attempt: sources}))
     devices = {source.hello.device for source in sources if source.hello}
     return {
@@ -93,7 +108,7 @@ def account_json(store: Store, run: str, attempt: str, price: float | None) -> d
         "unit": "rank-hour" if devices <= {"cpu"} else "gpu-hour",
         "price_per_hour": price,
         **_total_json(account, price),
-        "attempts_left_out": len(attempts) - len(covered),
+        "attempts_left_out": len(training) - len(covered),
         "attempts": [
             {
                 "attempt": part.attempt,

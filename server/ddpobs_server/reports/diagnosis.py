@@ -17,7 +17,12 @@ from ddpobs_server.analysis.findings.registry import FINDINGS
 from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins, bins_of
 from ddpobs_server.analysis.steps.joined_steps import join
 from ddpobs_server.analysis.steps.step_levels import step_levels
-from ddpobs_server.reports.account_json import attempts_within_limits, launches_of, processes_of
+from ddpobs_server.reports.account_json import (
+    attempts_of_training,
+    attempts_within_limits,
+    launches_of,
+    processes_of,
+)
 from ddpobs_server.reports.judged_steps import JudgedSteps, read_judged_steps
 from ddpobs_server.reports.liveness import all_silent, ends, silent_ns, world_size_of
 from ddpobs_server.reports.read_bins import AttemptBins, read_lateness
@@ -135,8 +140,8 @@ class Diagnosis:
         )
 
     def _account(self, run: str, attempt: str, sources: list[Source]) -> RunAccount:
-        """Return the account of the run up to the attempt, if it is the latest, else of the attempt alone."""
-        attempts = self._store.attempt_summaries(run)
+        """Return the account of the attempt's training, if it is the latest of it, else of the attempt alone."""
+        attempts = attempts_of_training(self._store.attempt_summaries(run), attempt)
         if attempts[-1].attempt != attempt:
             attempts = [known for known in attempts if known.attempt == attempt]
         covered = attempts_within_limits(attempts, attempt)

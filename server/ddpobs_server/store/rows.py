@@ -73,6 +73,11 @@ class Run:
         return 0 < self.ranks <= self.ended
 
     @property
+    def has_finished(self) -> bool:
+        """Whether every source has ended in order: a later attempt is another training, and no restart."""
+        return self.is_over and not (self.failed or self.terminated or self.interrupted)
+
+    @property
     def has_failed(self) -> bool:
         """Whether a source failed or died, or all have ended and some were terminated; an interrupt is no failure."""
         return self.interrupted == 0 and (self.failed > 0 or (self.is_over and self.terminated > 0))
@@ -143,6 +148,11 @@ class AttemptSummary(Attempt):
     def is_over(self) -> bool:
         """Whether every source has ended."""
         return 0 < self.ranks <= self.ended
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether every source has ended in order: a later attempt is another training, and no restart."""
+        return self.is_over and not (self.failed or self.terminated or self.interrupted)
 
 
 @dataclass(frozen=True)

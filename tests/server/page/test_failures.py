@@ -41,6 +41,11 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 "anchor": wire.Anchor(wall_ns=10**18 + 1, monotonic_ns=0),
             }
             put(running.url, batch("again", 0, rank, steps=steps(0, 3), **later))
+        goodbye = wire.Event(kind="goodbye", at_ns=0, step=3)
+        for rank in range(2):
+            put(running.url, batch("twice", 0, rank, steps=steps(0, 3), events=[goodbye]))
+            later = {"attempt": NEXT, "source": f"{16 + rank:016x}"}
+            put(running.url, batch("twice", 0, rank, steps=steps(0, 5), **later))
         yield running.url
 
 
@@ -92,6 +97,12 @@ def test_the_page_switches_between_attempts(browser: Any, url: str) -> None:
     visit.page.get_by_role("link", name="attempt 2").click()
     visit.page.locator("#facts").get_by_text("3 steps · attempt 2 of 2").wait_for()
     assert visit.page.url == f"{url}/runs/again"
+    assert visit.errors == []
+
+
+def test_a_training_after_an_orderly_end_is_no_restart(browser: Any, url: str) -> None:
+    visit = Visit(browser, f"{url}/runs/twice")
+    visit.page.get_by_text("This attempt is another training: attempt 1 finished after 3 steps.", exact=True).wait_for()
     assert visit.errors == []
 
 

@@ -94,19 +94,19 @@ class AttemptAccount(Total):
 
 @dataclass(frozen=True)
 class RunAccount(Total):
-    """Account of a run over its attempts, oldest first."""
+    """Account of a training of a run over its attempts, oldest first."""
 
     attempts: list[AttemptAccount]
 
 
 def account_of(launches: Sequence[Launch]) -> RunAccount:
-    """Return the account of a run.
+    """Return the account of one training.
 
     A failed attempt's steps after its last checkpoint count as repeated if a later attempt exists. If no checkpoint was
     seen, all its steps do.
 
     Args:
-        launches: Its attempts, oldest first. An attempt without any account is left out of the sums.
+        launches: Its attempts, oldest first, without those of earlier trainings under the same name. An attempt without any account is left out of the sums.
     """
     attempts: list[AttemptAccount] = []
     parts: Parts = {}

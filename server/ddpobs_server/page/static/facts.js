@@ -88,7 +88,7 @@ export function showRestart(attempts, shown) {
   if (before) {
     const reason = before.reason ? ` (${reasonOf(before)})` : "";
     const end = `attempt ${before.ordinal + 1} ${before.outcome}${reason} after ${before.steps} steps`;
-    lines.push(`This attempt is a restart: ${end}.`);
+    lines.push(`This attempt is ${before.outcome === "finished" ? "another training" : "a restart"}: ${end}.`);
   }
   if (index >= 0 && index < attempts.length - 1)
     lines.push(`A later attempt exists: ${attempts.length} is the latest.`);
