@@ -31,6 +31,7 @@ from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.finding import Finding
 from ddpobs_server.analysis.findings import imbalanced_batches, straggler
 from ddpobs_server.analysis.slow_ranks import (
+    chance,
     extent,
     in_turn,
     lateness,
@@ -51,7 +52,7 @@ from benchmarks.diagnosis.judge import compared, finding_about
 from ddpobs import wire
 
 RUNS = Path(__file__).with_name("runs.npz")
-_MODULES = (extent, in_turn, lateness, recent, recurrence, slow_rank, slow_stretches, stretches, turns, whole_run)
+_MODULES = (chance, extent, in_turn, lateness, recent, recurrence, slow_rank, slow_stretches, stretches, turns, whole_run)
 _FACTORS = (0.7, 1.3)
 _NOTHING: dict[str, tuple[ModuleType, str, Any]] = {
     "recurring": (recent, "_recurring", {}),

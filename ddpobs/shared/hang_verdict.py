@@ -149,6 +149,17 @@ def judge(states: Sequence[RankState], parameters: ParameterNames = lambda _modu
         return None  # The whole run is lost, not hung: no process is left that could wait.
     if all(state.activity_is_own for state in running) and all(_synchronised(state) == 0 for state in running):
         return None  # No rank has trained: the model may only serve.
+    return verdict_on(states, parameters)
+
+
+def verdict_on(states: Sequence[RankState], parameters: ParameterNames = lambda _module, _bucket: ()) -> Hang:
+    """Return for which ranks the others wait, or waited when the first of them gave up.
+
+    Args:
+        states: One per rank of the attempt, in rising order; at least one has not ended.
+        parameters: Names of a bucket's parameters.
+    """
+    running = [state for state in states if not state.ended]
     waiting = [state for state in running if state.waits]
     others = [state for state in states if not state.waits]
     since_ns = min(state.idle_ns for state in running if not state.is_silent)

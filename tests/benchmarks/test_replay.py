@@ -58,8 +58,8 @@ def test_a_changed_constant_reaches_the_modules_that_import_it_and_no_other() ->
     with changed(Change("half", recurrence, "MIN_COST_SHARE", 0.025)):
         assert [user.MIN_COST_SHARE for user in users] == [0.025] * 3
     assert [user.MIN_COST_SHARE for user in users] == [0.05] * 3
-    with changed(Change("fewer", recurrence, "_PERMUTATIONS", 7)):
-        assert [recurrence._PERMUTATIONS, stretches._PERMUTATIONS] == [7, 400]
+    with changed(Change("fewer", turns, "_MIN_LATE_SHARE", 0.5)):
+        assert [turns._MIN_LATE_SHARE, stretches._MIN_LATE_SHARE] == [0.5, 0.85]
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class Diagnosis:
         steps = judged.steps
         evidence = self._evidence(run, attempt, sources, judged, settings, separate_groups_reason=reason)
         if first is None and last is None:  # The account is of the whole run, and not of some steps.
-            evidence = replace(evidence, account=self._account(run, attempt, sources), processes=processes_of(sources))
+            evidence = replace(evidence, account=self._account(run, attempt, sources))
         results = [result for judge in FINDINGS for result in judge(evidence)]
         findings = [result for result in results if isinstance(result, Finding)]
         missing += [result for result in results if isinstance(result, NotJudged)]
@@ -132,6 +132,7 @@ class Diagnosis:
             silent_ns=silent_ns(sources, now_ns),
             ended=ends(sources),
             fingerprints=store.differing_fingerprints(run, attempt),
+            processes=processes_of(sources),
             hellos={source.rank: source.hello for source in sources if source.hello},
             now_ns=now_ns,
             whole=join(*judged.whole) if judged.whole is not None else None,

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ddpobs import wire
+from ddpobs.shared.hang_verdict import Hang
 from ddpobs.shared.words import format_bucket, format_ranks
 from ddpobs.wire.endings import delay_ns, end_of_event
+from ddpobs_server.analysis.causes.waited_for import bucket_parameters, waited_for
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding
 
@@ -19,14 +21,19 @@ _CONSEQUENCE = re.compile(
     re.IGNORECASE,
 )
 """Texts of errors that a rank raises because another one has gone."""
+_OF_COMMUNICATION = re.compile(r"RuntimeError|Dist\w*Error|Horovod\w+|MpiError|\w*ReducerError")
+"""Classes of such errors. A refused connection to a storage has another class, and is the rank's own failure."""
+_OWN = "DataLoader"
+"""First word of a RuntimeError of torch's loader, which may have timed out too."""
 _DIED = (
     "Look at the kernel's log on that host (dmesg) for out of memory or a segmentation fault, and at the launcher's "
     "log."
 )
 _TERMINATED = "Look at the launcher's and the scheduler's log, or at the user who sent the signal."
-_CONNECTION = (
-    "Look at the connection between the hosts, and at ranks without telemetry: one of them may have ended first."
-)
+_CONNECTION = "Look at ranks without telemetry, and at the launcher's log: one of them may have ended first."
+_HOSTS = " If every rank was there, look at the connection between the hosts."
+_NAMED = 2
+"""Most ranks that a verdict names."""
 
 
 @dataclass(frozen=True)
@@ -100,16 +107,25 @@ class End:
         """Whether the end only shows that another rank, or the launcher, ended first."""
         if self.kind == "terminated":
             return True
-        text = f"{self.detail.get('error', '')} {self.detail.get('message', '')}"
-        return self.kind == "failed" and _CONSEQUENCE.search(text) is not None
+        error, message = (str(self.detail.get(name, "")) for name in ("error", "message"))
+        if self.kind != "failed" or not _OF_COMMUNICATION.fullmatch(error) or message.startswith(_OWN):
+            return False
+        return _CONSEQUENCE.search(f"{error} {message}") is not None
+
+    @property
+    def may_have_given_up(self) -> bool:
+        """Whether the rank may have ended because another did not come: NCCL aborts a process after a timeout."""
+        return self.is_consequence or (self.kind == "died" and self.detail.get("signal") == "SIGABRT")
 
 
 def crash(evidence: Evidence) -> Judgement:
     """Report the first failure; without one, the connections that broke."""
     ends = ends_of(evidence.events)
-    if not any(end.kind != "terminated" for end in ends) or ends[0].kind == "interrupted":
+    if not _has_crashed(ends):
         return []
     first = ends[0]
+    if (hang := hang_before(evidence)) is not None:
+        return [_gave_up(evidence, ends, hang)]
     victims = sorted({end.rank for end in ends if end.rank != first.rank})
     module, bucket = _integer(first, "module"), _integer(first, "bucket")
     return [
@@ -120,7 +136,7 @@ def crash(evidence: Evidence) -> Judgement:
             measure=f"{format_ranks(victims)} failed because of it" if victims else "",
             cause=_cause(first),
             where=evidence.where([first.rank], _bucket(module, bucket)),
-            remedy=_remedy(first),
+            remedy=_remedy(first, is_one_host=len(set(evidence.hosts.values())) == 1),
             steps=(first.step, first.step),
             ranks=[first.rank],
             buckets=[bucket] if bucket != wire.UNKNOWN else [],
@@ -128,6 +144,46 @@ def crash(evidence: Evidence) -> Judgement:
             evidence=_facts(evidence, first, victims, ends),
         )
     ]
+
+
+def hang_before(evidence: Evidence) -> Hang | None:
+    """Return the hang that the crash ended: the first rank gave up waiting for others; None if it did not."""
+    ends = ends_of(evidence.events)
+    if not _has_crashed(ends) or not ends[0].may_have_given_up:
+        return None
+    return waited_for(evidence, ends[0].rank, ends[0].wall_ns, {end.rank for end in ends if end.may_have_given_up})
+
+
+def _has_crashed(ends: list[End]) -> bool:
+    return any(end.kind != "terminated" for end in ends) and ends[0].kind != "interrupted"
+
+
+def _gave_up(evidence: Evidence, ends: list[End], hang: Hang) -> Finding:
+    """Name the ranks that did not come to a collective, until the others ended by its timeout or by its end."""
+    first = ends[0]
+    awaited = [rank for rank in hang.ranks if rank != first.rank] or [
+        rank for rank in range(evidence.world_size) if rank not in hang.ranks
+    ]
+    victims = sorted({end.rank for end in ends} - set(awaited))
+    in_bucket = hang.bucket != wire.UNKNOWN
+    return Finding(
+        code="crash",
+        severity="critical",
+        verdict=f"Rank {first.rank} ended in step {first.step}, waiting for {_few(awaited)}",
+        measure=first.reason,
+        cause=hang.cause,
+        where=evidence.where(awaited, hang.where),
+        remedy=hang.remedy,
+        steps=(first.step, first.step),
+        ranks=awaited,
+        buckets=[hang.bucket] if in_bucket else [],
+        parameters=list(bucket_parameters(evidence, hang.module, hang.bucket)) if in_bucket else [],
+        evidence=_facts(evidence, first, victims, ends),
+    )
+
+
+def _few(ranks: list[int]) -> str:
+    return format_ranks(ranks) if len(ranks) <= _NAMED else f"{len(ranks)} ranks"
 
 
 def interrupt_of(events: Iterable[tuple[int, wire.Event]]) -> End | None:
@@ -203,13 +259,13 @@ def _error(end: End) -> str:
     return f"{error}: {message}"[:300] if message else error
 
 
-def _remedy(first: End) -> str:
+def _remedy(first: End, *, is_one_host: bool) -> str:
     if first.kind == "died":
         return _DIED
     if first.kind == "terminated":
         return _TERMINATED
     if first.is_consequence:
-        return _CONNECTION
+        return _CONNECTION if is_one_host else _CONNECTION + _HOSTS
     return "Correct the error that the traceback shows. The other ranks' errors are consequences of it."
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 from ddpobs import wire
 from ddpobs.shared.hang_verdict import Hang, RankState, judge
 from ddpobs.shared.words import format_ranks
+from ddpobs_server.analysis.causes.waited_for import bucket_parameters, spanned_ns
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding
-from ddpobs_server.analysis.findings.crash import End, interrupt_of
+from ddpobs_server.analysis.findings.crash import End, ends_of, hang_before, interrupt_of
 
 CODES = ("hang",)
 _WAITS = {"bucket", "collective"}
@@ -84,10 +85,7 @@ def _present(evidence: Evidence) -> Judgement:
     if any(end in ("failed", "interrupted") for end in evidence.ended.values()):
         return []  # The others wait for the rank that failed or was interrupted.
 
-    @cache
-    def parameters(module: int, bucket: int) -> tuple[str, ...]:
-        return _parameters(evidence, module, bucket)
-
+    parameters = cache(partial(bucket_parameters, evidence))
     verdict = judge(rank_states(evidence), parameters)
     if verdict is None:
         return []
@@ -129,11 +127,17 @@ def _facts(evidence: Evidence, verdict: Hang) -> HangFacts:
 
 
 def _past(evidence: Evidence) -> Judgement:
-    """Hangs that are over: each rank reports how long it was stuck once it goes on, fails or is ended by a signal."""
+    """Hangs that are over: each rank reports how long it was stuck once it goes on, fails or is ended by a signal.
+
+    A crash that ended a hang has the hang's sentence.
+    """
     interrupt = interrupt_of(evidence.events)
     stuck = [
         (rank, event) for rank, event in evidence.events if event.kind == "stuck" and not _began_after(interrupt, event)
     ]
+    if stuck and hang_before(evidence) is not None:
+        first_ns = ends_of(evidence.events)[0].wall_ns
+        stuck = [(rank, event) for rank, event in stuck if spanned_ns(event, first_ns) is None]
     ended = [(rank, event) for rank, event in stuck if event.detail.get("outcome") == "ended"]
     went_on = [item for item in stuck if item not in ended]
     return [_longest(part, evidence, is_over=part is went_on) for part in (ended, went_on) if part]
@@ -155,6 +159,7 @@ def _longest(stuck: _Stuck, evidence: Evidence, *, is_over: bool) -> Finding:
     place = f" ({event.detail['place']})" if event.detail.get("place") else ""
     activity = event.detail.get("activity")
     activity = "its own code" if activity == "code" else activity
+    does = f"was in {activity}{place}" if activity not in _WAITS else _waited(event)
     step = f"step {event.step}"
     return Finding(
         code="hang",
@@ -163,7 +168,7 @@ def _longest(stuck: _Stuck, evidence: Evidence, *, is_over: bool) -> Finding:
         if is_over
         else f"The run hung in {step} until it was ended",
         measure=f"no progress for {_length_ns(event) / 1e9:.0f} s",
-        cause=f"{format_ranks([rank])} was in {activity}{place}{_waiting(stuck, named)}",
+        cause=f"{format_ranks([rank])} {does}{_waiting(stuck, named)}",
         where=evidence.where(_ranks(named)),
         remedy="Look at the line above. The next run that hangs shows its stacks with `ddpobs stacks`.",
         steps=(min(steps), max(steps)),
@@ -179,11 +184,13 @@ def _waiting(stuck: _Stuck, named: _Stuck) -> str:
     waiting = [(rank, event) for rank, event in stuck if (rank, event) not in named]
     if not waiting:
         return ""
-    detail = waiting[0][1].detail
-    collective = (
-        "a bucket's reduction" if detail.get("activity") == "bucket" else detail.get("waits_in") or "a collective"
-    )
-    return f", while {format_ranks(_ranks(waiting))} waited in {collective}"
+    return f", while {format_ranks(_ranks(waiting))} {_waited(waiting[0][1])}"
+
+
+def _waited(event: wire.Event) -> str:
+    if event.detail.get("activity") == "bucket":
+        return "waited in a bucket's reduction"
+    return f"waited in {event.detail.get('waits_in') or 'a collective'}"
 
 
 def _ranks(stuck: _Stuck) -> list[int]:
@@ -193,11 +200,3 @@ def _ranks(stuck: _Stuck) -> list[int]:
 def _length_ns(event: wire.Event) -> int:
     return int(event.detail.get("idle_ns") or 0)
 
-
-def _parameters(evidence: Evidence, module: int, bucket: int) -> tuple[str, ...]:
-    """Names of a bucket's parameters in the module's latest layout."""
-    layouts = evidence.columns.layouts() if evidence.columns is not None else []
-    latest = max((layout for layout in layouts if layout.module == module), key=lambda o: o.revision, default=None)
-    if latest is None or not 0 <= bucket < len(latest.buckets):
-        return ()
-    return tuple(parameter.name for parameter in latest.buckets[bucket].parameters)
