@@ -52,7 +52,19 @@ from benchmarks.diagnosis.judge import compared, finding_about
 from ddpobs import wire
 
 RUNS = Path(__file__).with_name("runs.npz")
-_MODULES = (chance, extent, in_turn, lateness, recent, recurrence, slow_rank, slow_stretches, stretches, turns, whole_run)
+_MODULES = (
+    chance,
+    extent,
+    in_turn,
+    lateness,
+    recent,
+    recurrence,
+    slow_rank,
+    slow_stretches,
+    stretches,
+    turns,
+    whole_run,
+)
 _FACTORS = (0.7, 1.3)
 _NOTHING: dict[str, tuple[ModuleType, str, Any]] = {
     "recurring": (recent, "_recurring", {}),

@@ -16,8 +16,8 @@ from ddpobs.shared.words import percent
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, how_often, milliseconds, severity_of
 from ddpobs_server.analysis.findings.straggler import MIN_COMPARED_STEPS, RECENT_STEPS
-from ddpobs_server.analysis.slow_ranks.lateness import Lateness, cost_shares, lateness, mean_gain, typical_lateness
 from ddpobs_server.analysis.slow_ranks.chance import beyond_chance
+from ddpobs_server.analysis.slow_ranks.lateness import Lateness, cost_shares, lateness, mean_gain, typical_lateness
 from ddpobs_server.analysis.slow_ranks.recurrence import costly_ranks, recurring_ranks
 from ddpobs_server.analysis.slow_ranks.work import WorkFit, at_equal_machines, uneven_constant_work
 from ddpobs_server.analysis.steps.joined_steps import JoinedSteps

@@ -49,7 +49,7 @@ def chance_of(late: npt.NDArray[Any]) -> Floats:
     blocks = steps // BLOCK_STEPS
     sums = late[: blocks * BLOCK_STEPS].reshape(blocks, BLOCK_STEPS, ranks).sum(axis=1)
     counts = sums if late.dtype == bool else _whole_numbers(sums)
-    return np.clip(ranks * _exceeded(counts)[counts.sum(axis=0)], _LEAST_CHANCE, 1.0)
+    return np.asarray(np.clip(ranks * _exceeded(counts)[counts.sum(axis=0)], _LEAST_CHANCE, 1.0))
 
 
 def _whole_numbers(costs: Floats) -> wire.Ints:
