@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 FAULTY = 1
 FAULT_STEP = int(os.environ.get("FAULT_STEP", "250"))
+GROUP_TIMEOUT_S = float(os.environ.get("GROUP_TIMEOUT_S", "120"))
 KINDS = ("exception", "kill", "exit", "segfault", "terminate")
 PHASES = ("data", "forward", "backward", "optimizer")
 
@@ -102,7 +103,7 @@ def main() -> None:
 
     fault = Fault(sys.argv[1], sys.argv[2])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
     Layer.fault = Descent.fault = fault
     first = Layer(64, 64)
     layers = nn.Sequential(first, nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))

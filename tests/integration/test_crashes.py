@@ -143,6 +143,21 @@ def test_the_hang_of_a_run_that_a_signal_ended_stays_the_first_finding(number: i
         assert finding["cause"].startswith("rank 1 was in data")
 
 
+def test_a_rank_whose_collective_timed_out_ended_because_it_waited_for_the_rank_that_hangs(tmp_path: Path) -> None:
+    environ = {"DDPOBS_HANG_AFTER_S": "3", "GROUP_TIMEOUT_S": "12", "FAULT_STEP": "30"}
+    with collector(tmp_path) as running, crash(tmp_path, running.url, "hang", "data", **environ) as ranks:
+        ranks.wait_for_fault()
+        assert ranks.processes[0].wait(patience.HANG_S) == 1
+        patience.until(lambda: 0 in ends(running), ranks.logs)
+        findings = get(running.url, "/runs/crash/diagnostics")["findings"]
+        (finding,) = [finding for finding in findings if finding["code"] in ("crash", "hang")]
+        assert (finding["code"], finding["ranks"]) == ("crash", [1])
+        assert finding["verdict"] == "Rank 0 ended in step 30, waiting for rank 1"
+        assert finding["cause"].startswith("rank 1 has been in the data loader for ")
+        assert "crashing.py" in finding["cause"]
+        assert finding["cause"].endswith("rank 0 waits in bucket 0.0 of step 30")
+
+
 def test_push_recovers_ranks_that_were_all_killed_while_the_collector_was_away(tmp_path: Path) -> None:
     with crash(tmp_path, absent(), "hang", "backward", FAULT_STEP="500") as ranks:
         ranks.wait_for_fault()

@@ -1,6 +1,7 @@
 """Trains with most of its time outside of steps: `outside.py checkpoints | validation | barrier | restart | steps`.
 
-`steps` spends no time outside of steps. `restart` starts slowly, saves a checkpoint after 10 steps, and fails after 20, once.
+`steps` spends no time outside of steps. `restart` starts slowly, saves a checkpoint after 10 steps, and fails after 20,
+once.
 """
 
 from __future__ import annotations

@@ -106,7 +106,8 @@ def account_of(launches: Sequence[Launch]) -> RunAccount:
     seen, all its steps do.
 
     Args:
-        launches: Its attempts, oldest first, without those of earlier trainings under the same name. An attempt without any account is left out of the sums.
+        launches: Its attempts, oldest first, without those of earlier trainings under the same name. An attempt
+            without any account is left out of the sums.
     """
     attempts: list[AttemptAccount] = []
     parts: Parts = {}

@@ -43,9 +43,7 @@ def waited_for(evidence: Evidence, rank: int, at_ns: int, gave_up: Collection[in
     return verdict if rank in verdict.waiting and set(verdict.ranks) != set(range(evidence.world_size)) else None
 
 
-def _pulse_at(
-    evidence: Evidence, rank: int, at_ns: int, offset_ns: int | None, first: wire.Pulse
-) -> wire.Pulse | None:
+def _pulse_at(evidence: Evidence, rank: int, at_ns: int, offset_ns: int | None, first: wire.Pulse) -> wire.Pulse | None:
     """Return what a rank did at a moment; None if it is not known."""
     pulse = evidence.pulses.get(rank)
     if pulse is None or offset_ns is None:
@@ -54,19 +52,21 @@ def _pulse_at(
     if began_ns <= at_ns:
         return msgspec.structs.replace(pulse, idle_ns=at_ns - began_ns)
     events = (event for of_rank, event in evidence.events if of_rank == rank and event.kind == "stuck")
-    if stuck := next(filter(None, (_stuck_at(event, at_ns) for event in events)), None):
+    if stuck := next(filter(None, (_stuck_at(event, at_ns, pulse) for event in events)), None):
         return stuck
     is_at_moment = offset_ns + pulse.at_ns <= at_ns + _PULSE_NS
     return pulse if is_at_moment or _is_behind(pulse, first) else None
 
 
-def _stuck_at(event: wire.Event, at_ns: int) -> wire.Pulse | None:
-    """Return what a rank did in a time without progress that spans the moment."""
+def _stuck_at(event: wire.Event, at_ns: int, later: wire.Pulse) -> wire.Pulse | None:
+    """Return what a rank did in a time without progress that spans the moment; its bucket is that of a later pulse."""
     idle_ns = spanned_ns(event, at_ns)
     if idle_ns is None:
         return None
     detail = {name: value for name, value in event.detail.items() if name in wire.Pulse.__struct_fields__}
     known = {"at_ns": event.at_ns, "phase": "other", "step": event.step}
+    if later.step == event.step:
+        known |= {"module": later.module, "bucket": later.bucket}
     return msgspec.convert(known | detail | {"idle_ns": idle_ns}, wire.Pulse)
 
 

@@ -199,4 +199,3 @@ def _ranks(stuck: _Stuck) -> list[int]:
 
 def _length_ns(event: wire.Event) -> int:
     return int(event.detail.get("idle_ns") or 0)
-
