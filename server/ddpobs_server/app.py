@@ -45,6 +45,7 @@ from ddpobs_server.web.auth import Authenticator
 from ddpobs_server.web.bounded_protocol import BoundedHttpProtocol
 from ddpobs_server.web.query_parameters import refuse_unknown
 from ddpobs_server.web.root_path import RootPath
+from ddpobs_server.web.run_faults import RunFaults
 from ddpobs_server.web.services import Services, keep_services
 from ddpobs_server.web.workspace_limits import Rates, WorkspaceLimits
 from ddpobs_server.web.workspace_usage import WorkspaceUsages
@@ -118,7 +119,7 @@ async def _open(settings: Settings, registry: CollectorRegistry) -> Services:
         prepare_threshold=settings.statement_threshold,
     )
     store.migrate()
-    reports = Reports(store, settings)
+    reports = Reports(store, settings, faults=RunFaults(registry))
     limits = WorkspaceLimits(settings, store)
     await run_in_threadpool(limits.start)
     series = SeriesLedger(settings, limits, store)

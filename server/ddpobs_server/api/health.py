@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Annotated
 
+from fastapi import APIRouter
+from typing_extensions import TypedDict
+
+from ddpobs_server.api.fields import doc
 from ddpobs_server.store import LostDatabaseError
 from ddpobs_server.web.problems import Problem
 from ddpobs_server.web.services import ServicesDep
 
 router = APIRouter(tags=["health"])
+
+
+class Readiness(TypedDict):
+    """The collector is ready."""
+
+    status: Annotated[str, doc("`ready`.")]
+    faulty_runs: Annotated[int, doc("Runs left out of metrics, lists or diagnoses by an error: see the log.")]
 
 
 @router.get("/healthz")
@@ -18,7 +29,7 @@ async def healthz() -> dict[str, str]:
 
 
 @router.get("/readyz")
-def readyz(services: ServicesDep) -> dict[str, str]:
+def readyz(services: ServicesDep) -> Readiness:
     """Acknowledged batches will be found: the database accepts batches, and the writer thread is alive."""
     if not services.writer.alive:
         detail = "the writer thread has ended: see the collector's log for the reason, and restart the collector"
@@ -32,4 +43,4 @@ def readyz(services: ServicesDep) -> dict[str, str]:
         raise Problem(503, "Not ready", detail) from error
     except Exception as error:
         raise Problem(503, "Not ready", f"the database does not respond: {type(error).__name__}") from error
-    return {"status": "ready"}
+    return {"status": "ready", "faulty_runs": services.reports.faults.runs()}

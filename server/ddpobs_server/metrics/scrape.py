@@ -7,6 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from ddpobs_server.metrics.metric import Families, Render
@@ -14,7 +15,7 @@ from ddpobs_server.metrics.run_metrics import headers, render_present, render_ru
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.reports.run_state import state_of_run
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Run, RunVersion, Store
+from ddpobs_server.store import Run, RunVersion, Store, UnavailableError
 
 SCRAPE_BYTES = 64_000_000
 """Maximum bytes of a response; further runs are left out and counted."""
@@ -49,6 +50,7 @@ class RunRenderer:
 
     def __init__(self, settings: Settings, store: Store, reports: Reports) -> None:
         self._settings, self._store, self._reports = settings, store, reports
+        self._faults = reports.faults
         self._cache: OrderedDict[str, _Rendered] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
@@ -62,21 +64,43 @@ class RunRenderer:
         """
         now_ns = time.time_ns()
         quiet_ns = int(self._settings.quiet_after_s * 1e9)
-        with self._lock:
-            known = {key: rendered.version for key, rendered in self._cache.items()}
         with self._reports.undisturbed():
             # The wall clock may be set back, so a run may have been seen in the future.
-            totals = self._store.aggregates(now_ns - quiet_ns, now_ns + quiet_ns, workspace, known)
-            fresh = render_runs(totals)
-        active = [run for run in totals.runs if not run.is_over or abs(now_ns - run.last_seen_ns) < _LAST_SCRAPES_NS]
+            runs, fresh = self._read((now_ns - quiet_ns, now_ns + quiet_ns), workspace)
+        active = [run for run in runs if not run.is_over or abs(now_ns - run.last_seen_ns) < _LAST_SCRAPES_NS]
         families = self._keep(active, fresh)
         fitting = _fitting(active, families)
         diagnostics = self._reports.recent_diagnostics(fitting)
-        texts = [
-            families[run.run] | render_present(run, state_of_run(run, self._settings, now_ns), diagnosis)
-            for run, diagnosis in zip(fitting, diagnostics, strict=True)
-        ]
+        texts: list[Families] = []
+        for run, diagnosis in zip(fitting, diagnostics, strict=True):
+            with self._faults.contained("findings", run.run):
+                present = render_present(run, state_of_run(run, self._settings, now_ns), diagnosis)
+                texts.append(families[run.run] | present)
         return Scrape(_join(render, texts), len(active) - len(fitting))
+
+    def _read(self, times: tuple[int, int], workspace: str) -> tuple[list[Run], dict[str, Families]]:
+        """Read the runs with their last batch between two times, and render those that have changed.
+
+        All are read together, without those that failed lately. If that fails, they are read apart.
+        """
+        with self._lock:
+            known = {key: rendered.version for key, rendered in self._cache.items()}
+
+        def read(
+            only: Sequence[str] | None = None, without: Sequence[str] = ()
+        ) -> tuple[list[Run], dict[str, Families]]:
+            totals = self._store.aggregates(*times, workspace, known, only=only, without=without)
+            return totals.runs, render_runs(totals)
+
+        failing = self._faults.recent("metrics")
+        try:
+            return read(without=failing)
+        except UnavailableError:
+            raise
+        except Exception:
+            runs = [run.run for run in self._store.active_runs(*times, workspace) if run.run not in failing]
+        parts = self._faults.apart("metrics", runs, lambda group: read(only=group))
+        return [run for part, _ in parts for run in part], dict(chain(*(fresh.items() for _, fresh in parts)))
 
     def _keep(self, active: Sequence[Run], fresh: Mapping[str, Families]) -> dict[str, Families]:
         """Cache fresh texts, and return the texts of all active runs that are cached."""

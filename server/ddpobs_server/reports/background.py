@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
+from ddpobs_server.store import UnavailableError
+from ddpobs_server.web.run_faults import RunFaults
+
 _log = logging.getLogger(__name__)
 _SCRAPE_S = 2.0
 """Longest time for which a diagnosis waits for scrapes."""
@@ -20,10 +23,11 @@ class BackgroundDiagnoses:
 
     Args:
         diagnose: Diagnoses an attempt of a run.
+        faults: Contains the errors of single runs.
     """
 
-    def __init__(self, diagnose: Callable[[str, str], object]) -> None:
-        self._function = diagnose
+    def __init__(self, diagnose: Callable[[str, str], object], faults: RunFaults) -> None:
+        self._function, self._faults = diagnose, faults
         self._executor = ThreadPoolExecutor(1, "ddpobs-reports")
         self._running: dict[_Key, Future[None]] = {}
         self._lock = threading.Lock()
@@ -60,6 +64,7 @@ class BackgroundDiagnoses:
     def _diagnose(self, key: _Key) -> None:
         self._may_begin.wait(_SCRAPE_S)
         try:
-            self._function(*key)
-        except Exception:
-            _log.exception("diagnosis of run %s failed", key[0])
+            with self._faults.contained("diagnosis", key[0]):
+                self._function(*key)
+        except UnavailableError as error:
+            _log.warning("run %s was not diagnosed: %s", key[0], error)

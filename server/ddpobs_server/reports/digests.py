@@ -14,6 +14,7 @@ from statistics import median
 
 from ddpobs import wire
 from ddpobs_server.store import Run, RunVersion, Store
+from ddpobs_server.web.run_faults import RunFaults
 
 _RECENT = 2
 """Number of the last step times that make the rate."""
@@ -57,11 +58,12 @@ class RunDigests:
 
     Args:
         store: Source of the rows.
+        faults: Contains the errors of single runs, whose digests are empty.
         now_s: A monotonic clock.
     """
 
-    def __init__(self, store: Store, now_s: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._now_s = store, now_s
+    def __init__(self, store: Store, faults: RunFaults, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._store, self._faults, self._now_s = store, faults, now_s
         self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -81,9 +83,12 @@ class RunDigests:
         return [digests.get(run.run) or _digest_of(known[run.run]) for run in runs]
 
     def _make(self, runs: Sequence[Run]) -> dict[str, RunDigest]:
-        if not runs:
-            return {}
-        keys = [run.run for run in runs]
+        digests = {run.run: RunDigest() for run in runs}
+        for part in self._faults.apart("list", list(digests), self._read):
+            digests |= part
+        return digests
+
+    def _read(self, keys: Sequence[str]) -> dict[str, RunDigest]:
         parts, hellos = self._store.step_parts(keys), self._store.hellos(keys)
         return {key: _digest(parts.get(key, []), hellos.get(key)) for key in keys}
 

@@ -23,6 +23,7 @@ from ddpobs_server.reports.pipeline import pipeline_response
 from ddpobs_server.reports.run_state import ReportVersion, is_recent, report_version, state_of_run
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Run, Store
+from ddpobs_server.web.run_faults import RunFaults
 
 _Responses = Cache[dict[str, Any]]
 _CACHED, _CACHED_PARTS, _CACHED_ACCOUNTS = 1024, 64, 64
@@ -37,19 +38,25 @@ class Reports:
         store: Source of the columns.
         settings: Limits of a run's state; default: the default settings.
         now_ns: The collector's wall clock.
+        faults: Contains the errors of single runs.
     """
 
     def __init__(
-        self, store: Store, settings: Settings | None = None, now_ns: Callable[[], int] = time.time_ns
+        self,
+        store: Store,
+        settings: Settings | None = None,
+        now_ns: Callable[[], int] = time.time_ns,
+        faults: RunFaults | None = None,
     ) -> None:
         self._store, self._settings, self._now_ns = store, settings or Settings.model_validate({}), now_ns
         self._diagnosis = Diagnosis(store, now_ns)
-        self.digests = RunDigests(store)
+        self.faults = faults or RunFaults()
+        self.digests = RunDigests(store, self.faults)
         self._diagnoses: _Responses = Cache(_CACHED)
         self._parts: _Responses = Cache(_CACHED_PARTS)
         self._accounts: _Responses = Cache(_CACHED_ACCOUNTS)
         self._pipelines: _Responses = Cache(_CACHED_PARTS)
-        self._background = BackgroundDiagnoses(self.diagnostics)
+        self._background = BackgroundDiagnoses(self.diagnostics, self.faults)
         self._comparisons: _Responses = Cache(_CACHED_PARTS)
 
     def diagnostics(self, run: str, attempt: str) -> dict[str, Any]:

@@ -163,6 +163,9 @@ class Store:
         until_ns: int = 2**63 - 1,
         workspace: str = DEFAULT_WORKSPACE,
         known: Mapping[str, RunVersion] = MappingProxyType({}),
+        *,
+        only: Sequence[str] | None = None,
+        without: Sequence[str] = (),
     ) -> Aggregates:
         """Data for the metrics of the runs with their last batch in that time, in few statements for all runs.
 
@@ -171,8 +174,12 @@ class Store:
             until_ns: Latest such time.
             workspace: Workspace of the runs.
             known: Version of each run that the caller has data of. Runs of that version are not read again.
+            only: The only runs; None for all.
+            without: Runs that are left out.
         """
-        active = run_queries.active(workspace, since_ns, until_ns)
+        active = [*run_queries.active(workspace, since_ns, until_ns), *run_queries.without(without)]
+        if only is not None:
+            active += run_queries.named(only)
         with self._snapshot() as connection:
             runs = run_queries.where(connection, active)
             changed = [run for run in runs if known.get(run.run) != run.version]
@@ -211,6 +218,11 @@ class Store:
             peers=aggregate_queries.peer_totals(connection, sources),
             unused=self._unused_names.counts(connection, sources),
         )
+
+    def active_runs(self, since_ns: int, until_ns: int, workspace: str) -> list[Run]:
+        """A workspace's runs with their last batch in that time, newest first."""
+        with self._engine.connect() as connection:
+            return run_queries.where(connection, run_queries.active(workspace, since_ns, until_ns))
 
     def layout_outlines(self, run: str, attempt: str) -> list[LayoutOutline]:
         """An attempt's layouts without names, by module and revision."""

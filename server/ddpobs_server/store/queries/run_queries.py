@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from sqlalchemy import ColumnElement, Connection, case, false, func, or_, select
@@ -23,9 +23,14 @@ def active(workspace: str, since_ns: int, until_ns: int) -> Conditions:
     return [_r.workspace == workspace, _r.last_seen_ns.between(since_ns, until_ns)]
 
 
-def named(run_keys: list[str]) -> Conditions:
+def named(run_keys: Sequence[str]) -> Conditions:
     """Condition for the runs with these keys."""
     return [_r.run_id.in_(run_keys)]
+
+
+def without(run_keys: Sequence[str]) -> Conditions:
+    """Condition for the runs with other keys."""
+    return [_r.run_id.not_in(run_keys)] if run_keys else []
 
 
 def where(connection: Connection, conditions: Conditions, limit: int | None = None) -> list[Run]:
