@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx._transports.default as transports
 import pytest
-from httpx._config import DEFAULT_TIMEOUT_CONFIG
+from httpx._config import DEFAULT_TIMEOUT_CONFIG, create_ssl_context
 from hypothesis import settings
 
 from benchmarks.faults import launch
@@ -27,7 +27,7 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 # Otherwise each `httpx.get` reads the certificates of all authorities, which takes longer than most answers.
-transports.create_ssl_context = cache(transports.create_ssl_context)
+vars(transports).update(create_ssl_context=cache(create_ssl_context))
 
 # On a busy machine an answer may take longer than httpx's five seconds; a test with a limit sets its own.
 for name in ("connect", "read", "write", "pool"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,18 +93,26 @@ def test_a_failed_device_gives_no_stamp_and_raises_nothing_in_training(device: D
 
 
 @pytest.mark.parametrize("call", ["times", "duration_ns"])
-def test_a_device_is_not_queried_during_a_capture(device: Device, call: str) -> None:
+def test_a_device_is_not_queried_during_a_capture(device: Device, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = CudaClock(torch.device("cuda"))
     stamp = clock.now()
-    work = SimpleNamespace(_get_duration=lambda: device.count_query() or 0.5)
+
+    def duration_ms() -> float:
+        device.count_query()
+        return 0.5
+
+    work = SimpleNamespace(_get_duration=duration_ms)
     began, queries = threading.Event(), device.queries
-    clocks.time.sleep = lambda _: began.set()  # type: ignore[assignment]
+    monkeypatch.setattr("ddpobs.clocks.time.sleep", lambda _: began.set())
     clock.set_capturing(True)
     device.captures = True
     assert not clock.is_ready(stamp)
     assert clock.now() == 0
     results: list[Any] = []
-    calls = {"times": lambda: clock.times([stamp, 0]), "duration_ns": lambda: clock.duration_ns(work)}
+    calls: dict[str, Callable[[], Any]] = {
+        "times": lambda: clock.times([stamp, 0]),
+        "duration_ns": lambda: clock.duration_ns(work),
+    }
     thread = threading.Thread(target=lambda: results.append(calls[call]()))
     thread.start()
     assert began.wait(30)

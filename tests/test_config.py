@@ -92,7 +92,7 @@ def test_an_invalid_value_is_reported_with_its_variable(variable: str, value: st
 
 
 def test_numbers_of_numpy_are_numbers_and_counts_are_whole() -> None:
-    assert TelemetryConfig(peers_every=np.int64(20), flush_s=np.float32(2)).peers_every == 20
+    assert TelemetryConfig(peers_every=np.int64(20), flush_s=np.float32(2)).peers_every == 20  # type: ignore[arg-type]
     assert TelemetryConfig(flush_s=2).flush_s == 2
     with pytest.raises(ConfigError, match="whole number"):
         TelemetryConfig(peers_every=20.0)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ def encode_json(batch: Batch) -> bytes:
     return _JSON_ENCODER.encode(msgspec.structs.replace(batch, packed_spans=None))
 
 
-def pack(record: msgspec.Struct) -> bytes:
+def pack(record: msgspec.Struct | Columns) -> bytes:
     """Encode a record's columns as msgpack, the collector's first form of storage."""
     return _MSGPACK_ENCODER.encode(record)
 

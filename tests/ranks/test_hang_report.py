@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import pytest
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from ddpobs import wire
 from ddpobs.ranks import hang_report
@@ -30,7 +30,7 @@ def pulse(activity: str = "bucket", idle_s: float = 12, **facts: Any) -> wire.Pu
 
 @pytest.fixture
 def store() -> Any:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def reports(store: Any, ranks: int) -> list[HangReport]:

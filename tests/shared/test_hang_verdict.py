@@ -13,6 +13,7 @@ S = 10**9
 def state(rank: int, activity: str = "code", *, idle_s: float = 12, silent_s: float = 0, **facts: Any) -> RankState:
     ended, process = facts.pop("ended", ""), facts.pop("process", "")
     fields: dict[str, Any] = {
+        "activity": activity,
         "phase": "other",
         "step": 12,
         "synchronised": 12,
@@ -23,14 +24,13 @@ def state(rank: int, activity: str = "code", *, idle_s: float = 12, silent_s: fl
         at_ns=0,
         idle_ns=int(idle_s * S),
         patience_ns=8 * S,
-        activity=activity,
-        **(fields | facts),  # type: ignore[arg-type]
+        **(fields | facts),
     )
     return RankState(rank, pulse, int(silent_s * S), ended, process)
 
 
 def bucket(rank: int, number: int = 2, **facts: Any) -> RankState:
-    return state(rank, "bucket", **({"phase": "backward", "module": 0, "bucket": number} | facts))
+    return state(rank, "bucket", **{"phase": "backward", "module": 0, "bucket": number, **facts})
 
 
 def verdict(*states: RankState) -> Hang:

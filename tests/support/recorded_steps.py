@@ -120,6 +120,7 @@ class Training:
             self.journal.backward_ended()
             return
         record = self.recorder.backward()
+        assert record is not None
         self.spend(compute // 2)
         record.ready_ns[0] = record.launched_ns[0] = self.clock.now_ns
         record.done_ns[0] = self.clock.now_ns + 1

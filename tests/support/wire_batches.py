@@ -28,7 +28,7 @@ def spans(rows: int = 3, **changes: Any) -> wire.Spans:
 
 
 def batch(**changes: Any) -> wire.Batch:
-    fields = {
+    fields: dict[str, Any] = {
         "version": 1,
         "run": "run-1",
         "attempt": "a" * 16,

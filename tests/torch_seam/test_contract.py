@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._C._distributed_c10d import Logger as TorchLogger
+from torch._C._distributed_c10d import Reducer
 from torch.nn.parallel import distributed as torch_ddp
 
 import ddpobs
@@ -129,7 +131,7 @@ def test_groups_and_works_have_what_cudas_times_need(name: str) -> None:
 
 
 def test_torchs_reducer_has_the_methods_that_attaching_calls() -> None:
-    assert set(dir(torch.distributed.Reducer)) >= ON_THE_REDUCER
+    assert set(dir(Reducer)) >= ON_THE_REDUCER
 
 
 @pytest.mark.parametrize("module", FROM_MODULES)
@@ -182,9 +184,7 @@ def test_ours_has_every_member_that_torchs_module_code_uses(attribute: str, ours
     assert called <= set(dir(ours))
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"), [(torch.distributed.Reducer, TorchReducer), (torch.distributed.Logger, Logger)]
-)
+@pytest.mark.parametrize(("theirs", "ours"), [(Reducer, TorchReducer), (TorchLogger, Logger)])
 def test_ours_has_every_public_member_of_torchs(theirs: type, ours: type) -> None:
     of_construction = {"set_construction_data_and_log"}  # Ours gives the facts to the logger's constructor.
     members = {name for name in dir(theirs) if not name.startswith(("__", "_pybind11"))} - of_construction
@@ -243,7 +243,7 @@ def test_the_engine_predicts_which_parameters_it_will_reach() -> None:
 def test_inside_a_tensors_hook_the_current_node_is_the_tensors() -> None:
     output = nn.Parameter(torch.ones(2)) * 2
     nodes_at_hook: list[Any] = []
-    output.register_hook(lambda _: nodes_at_hook.append(torch._C._current_autograd_node()))  # type: ignore[no-untyped-call]
+    output.register_hook(lambda _: nodes_at_hook.append(torch._C._current_autograd_node()))
     output.sum().backward()
     assert nodes_at_hook == [output.grad_fn]
 

@@ -29,6 +29,6 @@ def total(tensor: torch.Tensor) -> int:
 def test_modes_that_refuse_operations_are_not_asked() -> None:
     tensor = torch.ones(3)
     assert total(tensor) == 6
-    for mode in (Refusing(), RefusingOperations()):
+    for mode in (Refusing(), RefusingOperations()):  # type: ignore[no-untyped-call]
         with mode:
             assert total(tensor) == 6

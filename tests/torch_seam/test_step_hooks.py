@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ddpobs.torch_seam import step_hooks
 
-REGISTER = {
+REGISTER: dict[str, Callable[[torch.optim.Optimizer, Callable[..., None]], Any]] = {
     "global pre": lambda optimizer, hook: register_optimizer_step_pre_hook(hook),
     "global post": lambda optimizer, hook: register_optimizer_step_post_hook(hook),
     "own pre": lambda optimizer, hook: optimizer.register_step_pre_hook(hook),
@@ -50,7 +51,7 @@ def listener(calls: list[str]) -> Callable[[], None]:
 
 
 @contextmanager
-def between_others(optimizer: torch.optim.Optimizer, kind: str, hook: Callable[[], object]) -> Iterator[None]:
+def between_others(optimizer: torch.optim.Optimizer, kind: str, hook: Callable[[], None]) -> Iterator[None]:
     """A user's hook of that kind, which has others of every kind before and behind it."""
     others = [register(optimizer, lambda *_: None) for register in REGISTER.values()]
     handles = [*others, REGISTER[kind](optimizer, lambda *_: hook())]

@@ -8,16 +8,16 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPStore
 
 from benchmarks.rig import patience
 from ddpobs.torch_seam.stores import StoreConnection
 
 
 def test_the_end_of_the_server_is_seen_without_a_call_that_prints_on_stderr(capfd: pytest.CaptureFixture[str]) -> None:
-    server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-    other = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
-    connection = StoreConnection(dist.PrefixStore("outer", dist.PrefixStore("inner", server)))
+    server = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    other = TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    connection = StoreConnection(PrefixStore("outer", PrefixStore("inner", server)))
     connection.store.set("key", "value")
     del other
     assert connection.store.get("key") == b"value"
@@ -35,5 +35,5 @@ def test_the_end_of_the_server_is_seen_without_a_call_that_prints_on_stderr(capf
 
 
 def test_a_store_without_a_server_is_never_closed(tmp_path: Path) -> None:
-    for store in (dist.FileStore(str(tmp_path / "store"), 1), dist.HashStore()):
-        assert not StoreConnection(dist.PrefixStore("ranks", store)).is_closed()
+    for store in (FileStore(str(tmp_path / "store"), 1), HashStore()):
+        assert not StoreConnection(PrefixStore("ranks", store)).is_closed()

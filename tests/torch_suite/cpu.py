@@ -25,7 +25,7 @@ def lift_gpu_requirements() -> None:
     common_distributed.skip_if_no_gpu = _lifted()
     move = nn.Module.to
     nn.Module.cuda = lambda module, *_args, **_kwargs: module  # type: ignore[method-assign]
-    nn.Module.to = lambda module, *args, **kwargs: move(  # type: ignore[method-assign]
+    nn.Module.to = lambda module, *args, **kwargs: move(  # type: ignore[assignment, method-assign]
         module, *map(_on_cpu, args), **{name: _on_cpu(value) for name, value in kwargs.items()}
     )
     for name in ("set_device", "synchronize", "manual_seed", "empty_cache"):

@@ -34,7 +34,7 @@ TESTS_OUR_CLASS = "torch" not in sys.argv
 _Base: Any = ddpobs.DistributedDataParallel if TESTS_OUR_CLASS else parallel.DistributedDataParallel
 
 
-class CpuDDP(_Base):
+class CpuDDP(_Base):  # type: ignore[misc]
     """The class under test, without device numbers."""
 
     def __init__(self, module: Any, device_ids: Any = None, output_device: Any = None, **kwargs: Any) -> None:
@@ -51,7 +51,7 @@ def main() -> None:
 
 def _import_suite() -> ModuleType:
     """The module with torch's tests, which use `CpuDDP`."""
-    parallel.DistributedDataParallel = CpuDDP  # type: ignore[misc]
+    parallel.DistributedDataParallel = CpuDDP  # type: ignore[assignment, misc]
     from torch.testing._internal.distributed import distributed_test
 
     return distributed_test

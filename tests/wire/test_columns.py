@@ -27,7 +27,8 @@ class NewerSpans(wire.Spans):
 
 def is_extended(newer: Columns, older: Columns) -> bool:
     """Whether `newer` holds the columns of `older`, and each later column its default."""
-    expected = {**older.by_name(), "retries": [0] * len(older), "queued_ns": [7] * len(older)}
+    rows = len(older)
+    expected = {**older.by_name(), "retries": np.zeros(rows), "queued_ns": np.full(rows, 7)}
     return {name: list(column) for name, column in newer.by_name().items()} == {
         name: list(column) for name, column in expected.items()
     }

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from ddpobs import wire
 from ddpobs.clocks import HostClock
@@ -118,7 +119,7 @@ def test_the_pulse_names_the_first_bucket_that_was_launched_and_is_not_done() ->
 
 def test_a_wait_at_the_store_is_named() -> None:
     training = Training()
-    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     hooks = CollectiveHooks(training.journal)
     hooks.install()
     starts = threading.Event()
@@ -133,7 +134,7 @@ def test_a_wait_at_the_store_is_named() -> None:
             time.sleep(0.2)
             pulse = training.look()
             assert (pulse.activity, pulse.waits_in) == ("collective", "store.get")
-            other: Any = dist.PrefixStore("p", store.clone())  # This thread does not train.
+            other: Any = PrefixStore("p", store.clone())  # This thread does not train.
             other.set("key", "value")
             assert other.get("key") == b"value"
             assert training.look().waits_in == "store.get"
@@ -143,13 +144,13 @@ def test_a_wait_at_the_store_is_named() -> None:
             assert training.journal.waits._at_store == ""
     finally:
         hooks.remove()
-    assert not hasattr(dist.Store.get, "__wrapped__")
+    assert not hasattr(Store.get, "__wrapped__")
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "barrier"])
 def test_a_collective_of_the_user_is_counted_and_named(name: str) -> None:
     training = Training()
-    store: Any = dist.HashStore()
+    store: Any = HashStore()
     hooks = CollectiveHooks(training.journal)
     hooks.install()
     try:

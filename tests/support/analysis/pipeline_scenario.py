@@ -19,7 +19,7 @@ STAGES = [[0, 1], [2, 3]]
 def events(schedule: str = "ScheduleGPipe", held: tuple[str, str] = ("0", "1")) -> list[tuple[int, wire.Event]]:
     """Return each rank's report of its stages."""
     stages = sum(len(own.split(",")) for own in held)
-    facts = {"schedule": schedule, "stages": stages, "micro_batches": MICRO_BATCHES}
+    facts: dict[str, wire.Scalar] = {"schedule": schedule, "stages": stages, "micro_batches": MICRO_BATCHES}
     return [
         (rank, wire.Event(kind="pipeline", at_ns=0, detail={**facts, "held": own, "first_rank": rank % 2}))
         for own, ranks in zip(held, STAGES, strict=True)

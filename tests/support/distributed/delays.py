@@ -6,10 +6,15 @@ the machine: the time in which that rank was ready to run and had no processor. 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypedDict
 
-Steps = dict[str, Any]
-"""Columns of one rank's recorded steps, as `durations` returns them."""
+
+class Steps(TypedDict):
+    """Durations of one rank's recorded steps, by step."""
+
+    phases: list[dict[str, int]]
+    own: list[dict[str, int]]
+    no_processor: list[int]
 
 
 def durations(capture: Any) -> Steps:
@@ -21,7 +26,7 @@ def durations(capture: Any) -> Steps:
     }
 
 
-def phase_ns(steps: Steps, table: str, *phases: str) -> list[int]:
+def phase_ns(steps: Steps, table: Literal["phases", "own"], *phases: str) -> list[int]:
     """Sum these phases of `phases` or `own`, by step after the first."""
     return [sum(step[phase] for phase in phases) for step in steps[table][1:]]
 

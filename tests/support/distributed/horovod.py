@@ -16,14 +16,15 @@ Loss = Callable[[nn.Module, int, int], torch.Tensor]
 
 
 def loss(model: nn.Module, rank: int, number: int) -> torch.Tensor:
-    return model(batch(rank, number)).pow(2).mean()
+    mean: torch.Tensor = model(batch(rank, number)).pow(2).mean()
+    return mean
 
 
 def half_used(model: Any, rank: int, number: int) -> torch.Tensor:
     """The last layer is left out on rank 1, and on every rank in the third batch."""
     layers = list(model)
     used = layers[:-1] if rank == 1 or number == 2 else layers
-    return nn.Sequential(*used)(batch(rank, number)).pow(2).mean()
+    return loss(nn.Sequential(*used), rank, number)
 
 
 def alone(  # noqa: PLR0917

@@ -94,8 +94,9 @@ def _rank(  # noqa: PLR0917
     os.environ.update(environ, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import set_debug_level_from_env
 
-    dist.set_debug_level_from_env()
+    set_debug_level_from_env()
     torch.set_num_threads(1)
     try:
         dist.init_process_group(

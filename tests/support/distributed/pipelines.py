@@ -43,7 +43,9 @@ class Layer(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         outputs = torch.tanh(self.down(self.up(inputs)))
-        return Pause.apply(outputs, self.pause_s, self.stamps) if self.pause_s else outputs  # type: ignore[no-any-return, no-untyped-call]
+        if self.pause_s:
+            outputs = Pause.apply(outputs, self.pause_s, self.stamps)  # type: ignore[no-untyped-call]
+        return outputs
 
 
 def models(layers: Sequence[Sequence[Layer]]) -> list[nn.Module]:

@@ -101,7 +101,8 @@ class Training:
 
     def loss(self, model: Any = None, salt: int = 0) -> torch.Tensor:
         inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * self.rank + 10 * self.step + salt))
-        return (model or self.ddp)(inputs, self.rank, self.step)["y"].float().pow(2).mean()
+        outputs: torch.Tensor = (model or self.ddp)(inputs, self.rank, self.step)["y"]
+        return outputs.float().pow(2).mean()
 
     def dense_parameters(self) -> Iterator[torch.nn.Parameter]:
         """Yield parameters with a dense gradient."""

@@ -38,9 +38,16 @@ class Target:
 
 Register = Callable[[Target, Hook], Any]
 """Registers a hook and returns its handle."""
+
+
+def _by(name: str, owner: Callable[[Target], object]) -> Register:
+    """Register by the owner's function of that name."""
+    return lambda target, hook: getattr(owner(target), name)(hook)
+
+
 HANDLED: dict[str, Register] = {
     **{
-        name: lambda _, hook, name=name: getattr(modules, name)(hook)
+        name: _by(name, lambda _: modules)
         for name in (
             "register_module_forward_pre_hook",
             "register_module_forward_hook",
@@ -52,7 +59,7 @@ HANDLED: dict[str, Register] = {
         )
     },
     **{
-        f"module.{name}": lambda target, hook, name=name: getattr(target.model, name)(hook)
+        f"module.{name}": _by(name, lambda target: target.model)
         for name in (
             "register_forward_pre_hook",
             "register_forward_hook",
@@ -63,11 +70,11 @@ HANDLED: dict[str, Register] = {
         )
     },
     **{
-        name: lambda _, hook, name=name: getattr(optimizers, name)(hook)
+        name: _by(name, lambda _: optimizers)
         for name in ("register_optimizer_step_pre_hook", "register_optimizer_step_post_hook")
     },
     **{
-        f"optimizer.{name}": lambda target, hook, name=name: getattr(target.optimizer, name)(hook)
+        f"optimizer.{name}": _by(name, lambda target: target.optimizer)
         for name in (
             "register_step_pre_hook",
             "register_step_post_hook",
@@ -114,7 +121,7 @@ class _Functions(TorchFunctionMode):
 
 class _Operations(TorchDispatchMode):
     def __init__(self, hook: Hook) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._hook = hook
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,7 +163,7 @@ def _signal(stack: ExitStack, hook: Hook) -> None:
 def _warnings(stack: ExitStack, hook: Hook) -> None:
     stack.enter_context(warnings.catch_warnings())
     warnings.simplefilter("always")
-    warnings.showwarning = lambda *_, **__: hook()  # type: ignore[assignment]
+    warnings.showwarning = lambda *_, **__: hook()
 
 
 Enter = Callable[[ExitStack, Hook], object]

@@ -111,7 +111,7 @@ class RestartableCollector:
         settings: Settings of the collector.
     """
 
-    def __init__(self, folder: Path, *, start: bool = True, **settings: object) -> None:
+    def __init__(self, folder: Path, *, start: bool = True, **settings: Any) -> None:
         folder.mkdir(exist_ok=True)
         self._folder, self._settings = folder, settings
         self.port = free_port()
@@ -258,8 +258,8 @@ class Proxy:
 
     def forward_late(self, *request: Any) -> None:
         """Pass a request on after a delay, so that later requests overtake it."""
-        delay_s = self._random.uniform(0.1, 0.6)
-        thread = threading.Thread(target=lambda: (time.sleep(delay_s), self.forward(*request)), daemon=True)
+        thread = threading.Timer(self._random.uniform(0.1, 0.6), self.forward, request)
+        thread.daemon = True
         thread.start()
         self._late.append(thread)
 

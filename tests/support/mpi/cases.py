@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 Call = Callable[[Any, torch.Tensor], Any]
 """Takes a group and this rank's tensor of 12 elements; returns the results."""
@@ -119,7 +121,7 @@ def objects(group: Any, tensor: torch.Tensor) -> Any:
 
 def coalesced(group: Any, tensor: torch.Tensor) -> Any:
     parts = [part.clone() for part in tensor.split(4)]
-    with dist._coalescing_manager(group):
+    with distributed_c10d._coalescing_manager(group):
         for part in parts:
             dist.all_reduce(part, group=group)
     return parts
@@ -134,13 +136,11 @@ EVERY_DTYPE: dict[str, Call] = {
     "transposed": transposed,
 }
 OF_FLOATS: dict[str, Call] = {
-    **{f"all_reduce {op}": lambda g, t, op=op: all_reduce(g, t, op) for op in (OP.PRODUCT, OP.MIN, OP.MAX)},
+    **{f"all_reduce {op}": partial(all_reduce, op=op) for op in (OP.PRODUCT, OP.MIN, OP.MAX)},
     "all_to_all_single": all_to_all_single,
     "coalesced": coalesced,
     "objects": objects,
     "reduce": reduce,
     "short forms": short_forms,
 }
-OF_INTEGERS: dict[str, Call] = {
-    f"all_reduce {op}": lambda g, t, op=op: all_reduce(g, t, op) for op in (OP.BAND, OP.BOR, OP.BXOR)
-}
+OF_INTEGERS: dict[str, Call] = {f"all_reduce {op}": partial(all_reduce, op=op) for op in (OP.BAND, OP.BOR, OP.BXOR)}

@@ -117,8 +117,12 @@ class Visit:
         self.page.expose_function("nextToken", self._next_token)
         self.page.add_init_script(_ANSWER_THE_FORM)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        self.page.on("console", self._log)
         self.page.goto(address)
+
+    def _log(self, message: Any) -> None:
+        if message.type == "error":
+            self.errors.append(message.text)
 
     def _next_token(self, texts: str) -> str:
         self.prompts.append(texts)

@@ -39,7 +39,7 @@ def _fill(connection: Connection, revision: str) -> None:
     zeros = dict.fromkeys(("emitted", "dropped", "first_seen_ns", "last_seen_ns", "last_step_seen_ns", "wall_ns"), 0)
     for rank in range(2):
         key = {"run_id": "old", "source": source_of(rank)}
-        source = zeros | {"monotonic_ns": 0, "last_step": 9, "goodbye": True}
+        source: dict[str, object] = {**zeros, "monotonic_ns": 0, "last_step": 9, "goodbye": True}
         if revision >= "0006":
             source |= {"ended": "finished", "stuck_ns": 0}
         insert(connection, "sources", **key, attempt=ATTEMPT, rank=rank, world_size=2, **source)
