@@ -7,6 +7,7 @@ import platform
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+import msgspec
 import torch
 
 import ddpobs
@@ -46,6 +47,10 @@ class BatchEncoder:
         self._summariser = Summariser(_RESOLUTION_NS)
         self._layouts: dict[int, wire.Layout] = {}
         self._batches = 0
+
+    def add_settings(self, settings: Mapping[str, wire.Scalar]) -> None:
+        """Add settings to the process's hello, before its first batch."""
+        self._hello = msgspec.structs.replace(self._hello, settings={**self._hello.settings, **settings})
 
     def encode(self, records: Sequence[object], envelope: Envelope, modules: Collection[int]) -> wire.Batch:
         """Build a batch.

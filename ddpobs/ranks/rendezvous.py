@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from ddpobs.config import TelemetryConfig
 from ddpobs.ranks.hang_log import HangLog
 from ddpobs.ranks.hang_report import HangReport
 from ddpobs.ranks.run_identity import IdentityExchange, RunIdentity
-from ddpobs.ranks.run_name import run_name
+from ddpobs.ranks.run_name import child_run_name, run_name
 from ddpobs.ranks.straggler_exchange import Exchange
 from ddpobs.shared.hang_verdict import ParameterNames
 from ddpobs.torch_seam.stores import StoreConnection
@@ -41,6 +41,7 @@ class Rendezvous:
         on_identity: Receives the shared identity, once.
         parameters: Names of a bucket's parameters, for a verdict on a hang.
         compared: The ranks, in rising order, that reduce the first module's gradients together; None for all.
+        parents: Returns the runs of the ranks that started this process, by process number, the nearest first.
     """
 
     def __init__(
@@ -53,10 +54,11 @@ class Rendezvous:
         *,
         parameters: ParameterNames = lambda *_: (),
         compared: Sequence[int] | None = None,
+        parents: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
         self._config, self._rank, self._world_size = config, rank, world_size
         self._generation, self._on_identity = generation, on_identity
-        self._parameters = parameters
+        self._parameters, self._parents = parameters, parents
         self._compared = range(world_size) if compared is None else compared
         self._created_at = time.monotonic()
         self._connection: StoreConnection | None = None
@@ -156,8 +158,11 @@ class Rendezvous:
         self._on_identity(identity)
 
     def _propose(self) -> RunIdentity:
-        run = self._config.run or run_name()
-        return {"run": run, "attempt": secrets.token_hex(8)}
+        attempt, parents = secrets.token_hex(8), self._parents()
+        if not parents:
+            return {"run": self._config.run or run_name(), "attempt": attempt}
+        parent = next(iter(parents.values()))
+        return {"run": child_run_name(self._config.run, parents), "attempt": attempt, "parent": parent}
 
     def _is_store_gone(self) -> bool:
         if not self._store_gone and self._connection is not None and self._connection.is_closed():

@@ -11,7 +11,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 PATIENCE_S = 5.0
 """Seconds a rank waits for an answer before it proposes an identity itself.
@@ -21,10 +21,17 @@ Ranks other than 0 wait twice as long if the store holds an older identity, beca
 
 
 class RunIdentity(TypedDict):
-    """Identity that the ranks share."""
+    """Identity that the ranks share.
+
+    Attributes:
+        run: The run.
+        attempt: The attempt.
+        parent: Run of the rank that started the training; left out if none did.
+    """
 
     run: str
     attempt: str
+    parent: NotRequired[str]
 
 
 class IdentityExchange:

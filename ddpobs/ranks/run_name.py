@@ -13,7 +13,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,6 +26,12 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
 _KUBEFLOW = re.compile(r"(.+)-(?:master|worker|chief|launcher)-\d+", re.ASCII)
 _POD_SUFFIX = re.compile(r"(.+)-[bcdfghjklmnpqrstvwxz2456789]{5}", re.ASCII)
 """Suffix that Kubernetes draws for the pods of a job (alphabet of its `SafeEncodeString`)."""
+_PARENT_CHARACTERS = 39
+"""The rest of a run id is the name from a script."""
+RANKS = "DDPOBS_RANK_PROCESSES"
+"""Variable with the ranks above a process and the process itself, outermost first: `PID:START:PLACE:RUN`."""
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Variable of torchrun's agent, which has another value for each rank and attempt."""
 
 
 def run_name(environ: Mapping[str, str] | None = None) -> str:
@@ -36,6 +42,23 @@ def run_name(environ: Mapping[str, str] | None = None) -> str:
     """
     environ = os.environ if environ is None else environ
     return launcher_run_name(environ) or _from_script(environ)
+
+
+def child_run_name(chosen: str | None, ranks: Mapping[int, str], environ: Mapping[str, str] | None = None) -> str:
+    """Return a name for the run of a program that a rank started: the one of its settings, unless it is inherited.
+
+    The launcher's name is inherited too. So the name consists of the parent's run, the script and the time.
+
+    Args:
+        chosen: Name in the settings of the program.
+        ranks: Runs of the ranks that started it, by process number, the nearest first; empty if not known.
+        environ: The process's environment.
+    """
+    if chosen and chosen not in ranks.values():
+        return chosen
+    parent = next(filter(None, ranks.values()), "")
+    name = _from_script(os.environ if environ is None else environ, above=ranks)
+    return as_run_id(f"{parent[:_PARENT_CHARACTERS]}.{name}" if parent else name)
 
 
 def launcher_run_name(environ: Mapping[str, str]) -> str | None:
@@ -101,18 +124,47 @@ def _lsf_job(environ: Mapping[str, str]) -> str | None:
     return "-".join(filter(None, (name.partition("[")[0], job)))
 
 
-def _from_script(environ: Mapping[str, str]) -> str:
+def _from_script(environ: Mapping[str, str], above: Collection[int] = ()) -> str:
     """Return the script's name with a time and six hexadecimal digits.
 
     Under torchrun both belong to its agent, which starts the ranks again after a failure. Otherwise each call returns
     another name.
+
+    Args:
+        environ: The process's environment.
+        above: Ranks that started this process; an agent above one of them is not its own.
     """
     began_s, digits = time.time(), secrets.token_hex(3)
-    if "TORCHELASTIC_RUN_ID" in environ and (ticks := _start_ticks(os.getppid())) is not None:
+    agent = _agent(environ, above)
+    if agent is not None and (ticks := _start_ticks(agent)) is not None:
         began_s = _boot_s() + ticks / os.sysconf("SC_CLK_TCK")
-        agent = f"{socket.gethostname()} {environ['TORCHELASTIC_RUN_ID']} {os.getppid()} {ticks} {_boot_s()}"
-        digits = hashlib.sha256(agent.encode()).hexdigest()[:6]
+        key = f"{socket.gethostname()} {environ['TORCHELASTIC_RUN_ID']} {agent} {ticks} {_boot_s()}"
+        digits = hashlib.sha256(key.encode()).hexdigest()[:6]
     return as_run_id(f"{_script()[:64]}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(began_s))}-{digits}")
+
+
+def _agent(environ: Mapping[str, str], above: Collection[int]) -> int | None:
+    """Return the process number of torchrun's agent; None without one.
+
+    A program between the agent and the rank, a shell for example, has the rank's environment.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environ:
+        return None
+    error_file = environ.get(_ERROR_FILE, "")
+    pid: int | None = os.getppid()
+    while pid and pid not in above and error_file and _environ_of(pid).get(_ERROR_FILE) == error_file:
+        pid = parent_of(pid)
+    is_own = not above or (pid and pid not in above and RANKS in _environ_of(pid))
+    return pid if is_own else None
+
+
+def _environ_of(pid: int) -> dict[str, str]:
+    """Return the variables with which a process began; empty if they are not readable."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return {name: value for name, _, value in (variable.partition("=") for variable in variables)}
 
 
 def _script() -> str:
@@ -123,10 +175,20 @@ def _script() -> str:
     return path.stem if path.stem not in ("", "-c", "-m") else "python"
 
 
+def parent_of(pid: int) -> int | None:
+    """Return the number of a process's parent; None where /proc does not have it."""
+    return _field(pid, 1)
+
+
 def _start_ticks(pid: int) -> int | None:
     """Return the start of a process in clock ticks since the boot; None where /proc does not have it."""
+    return _field(pid, 19)
+
+
+def _field(pid: int, index: int) -> int | None:
+    """Return a field of /proc/PID/stat, counted from the state."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[index])
     except (OSError, ValueError, IndexError):
         return None
 

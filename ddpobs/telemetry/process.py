@@ -27,6 +27,7 @@ from ddpobs.never_raises import never_raises
 from ddpobs.observers import ModuleObserver
 from ddpobs.ranks.rendezvous import Rendezvous
 from ddpobs.ranks.run_identity import RunIdentity
+from ddpobs.ranks.run_name import launcher_run_name
 from ddpobs.recording.hooks.failure import propagating, uncaught
 from ddpobs.recording.hooks.termination import Termination
 from ddpobs.recording.journal import Journal
@@ -40,6 +41,7 @@ from ddpobs.steps.account import Account
 from ddpobs.steps.raw_step import RawStep
 from ddpobs.telemetry.ending import Ending
 from ddpobs.telemetry.observation import Observation
+from ddpobs.telemetry.parent_ranks import mark, parent_ranks
 from ddpobs.telemetry.step_flow import StepFlow, has_passed
 from ddpobs.terminal.announcer import Announcer
 from ddpobs.torch_seam.collectives import backend_of, ranks_of
@@ -96,6 +98,7 @@ class Telemetry:
             self._identify,
             parameters=self._parameters,
             compared=ranks_of(group),
+            parents=partial(parent_ranks, folder_of(config.spool) / FOLDER),
         )
         self._announcer = Announcer(config, rank, world_size, lambda: self._exporter.first_answer)
         labels = {name: text for name, text in (("tags", ",".join(config.tags)), ("note", config.note)) if text}
@@ -110,6 +113,7 @@ class Telemetry:
             self._flow.account_with,
         )
         self._place = LastPlace(folder_of(config.spool) / FOLDER, source)
+        mark(os.environ, self._place.slots, config.run or launcher_run_name(os.environ) or "")
         self._place_seen_ns = 0
         counters = CounterReader()
         self._journal = Journal(
@@ -205,6 +209,8 @@ class Telemetry:
         self._ending.end()
         self._observation.close()
         self._termination.remove()
+        if self._run:
+            mark(os.environ, self._place.slots, self._run)
 
     def _close_in_child(self) -> None:
         """Close in a forked process, in which the error that ends it is still propagating."""
@@ -273,9 +279,12 @@ class Telemetry:
 
     def _identify(self, shared: RunIdentity) -> None:
         rank, world_size, source, host = self._job
-        self._exporter.identify(Identity(**shared, source=source, rank=rank, world_size=world_size))
-        self._place.identify(PlaceIdentity(**shared, source=source, rank=rank, world_size=world_size, host=host))
-        self._run = shared["run"]
+        run, attempt = shared["run"], shared["attempt"]
+        if "parent" in shared:
+            self._encoder.add_settings({"parent_run": shared["parent"]})
+        self._exporter.identify(Identity(run, attempt, source, rank, world_size))
+        self._place.identify(PlaceIdentity(run, attempt, source, rank, world_size, host))
+        self._run = run
         self._recover()
         self._announcer.identify(self._run)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 
 import pytest
 
 from ddpobs.config import TelemetryConfig
-from ddpobs.ranks.run_name import launcher_run_name, run_name
+from ddpobs.ranks.run_name import child_run_name, launcher_run_name, run_name
 
 SLURM = {"SLURM_JOB_NAME": "gpt", "SLURM_JOB_ID": "77"}
 UUID = "3f1c2f7e-94d5-4f0b-8d0e-6d5b5a3c9f10"
@@ -80,3 +82,34 @@ def test_restarts_by_the_same_torchrun_share_the_name() -> None:
     assert run_name(torchrun("none")) == run_name(torchrun("none"))
     assert run_name(torchrun(UUID)) == run_name(torchrun(UUID))
     assert run_name(torchrun(UUID)) != run_name(torchrun("none"))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "ranks", "name"),
+    [
+        ("trial-3", {os.getppid(): "sweep"}, "trial-3"),
+        ("sweep", {os.getppid(): "sweep"}, r"sweep\.eval"),
+        ("sweep", {1: "sweep.trial", os.getppid(): "sweep"}, r"sweep\.trial\.eval"),
+        (None, {os.getppid(): "s" * 128}, f"{'s' * 39}.eval"),
+        (None, {os.getppid(): ""}, "eval"),
+        ("trial-3", {os.getppid(): ""}, "trial-3"),
+    ],
+)
+def test_a_program_that_a_rank_starts_has_no_name_of_a_rank_above(
+    chosen: str | None, ranks: dict[int, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["eval.py"])
+    first, second = (child_run_name(chosen, ranks, SLURM | torchrun("none")) for _ in range(2))
+    assert re.fullmatch(name if name == chosen else rf"{name}-\d{{8}}-\d{{6}}-[0-9a-f]{{6}}", first)
+    assert (first == second) == (name == chosen)
+    assert TelemetryConfig(run=first).run == first
+
+
+def test_a_shell_between_torchrun_and_a_rank_is_no_agent() -> None:
+    """The restarts by one torchrun share the name although each has another shell."""
+    code = "from ddpobs.ranks.run_name import run_name; print(run_name())"
+    environ = {**os.environ, **torchrun("none"), "TORCHELASTIC_ERROR_FILE": "/tmp/attempt_0/0/error.json"}
+    command = ["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", code]
+    names = {subprocess.check_output(command, env=environ, text=True) for _ in range(2)}
+    assert len(names) == 1
+    assert names.pop().startswith("python-")
