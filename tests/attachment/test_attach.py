@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -25,7 +27,7 @@ from tests.support.distributed.compare import batch, net, outcome, train
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import Sent, sending
 
-CAP = {"bucket_cap_mb": 0.05}
+CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 Training = Callable[[Any, int], Any]
 
 
@@ -53,7 +55,7 @@ def replaced_group(ddp: Any, rank: int) -> Any:
 
 
 def compiled(ddp: Any, rank: int) -> Any:
-    compiled = torch.compile(ddp, backend="aot_eager")
+    compiled: Any = torch.compile(ddp, backend="aot_eager")
     for step in range(3):
         compiled(batch(rank, step)).sum().backward()
     return outcome(ddp)
@@ -70,7 +72,7 @@ def power_sgd_after(ddp: Any, rank: int) -> Any:
 
 
 def builtin_after(ddp: Any, rank: int) -> Any:
-    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    ddp._register_builtin_comm_hook(BuiltinCommHookType.FP16_COMPRESS)
     return train(ddp, rank)
 
 
@@ -102,7 +104,7 @@ def hooked_before(ddp: Any) -> Any:
 
 
 def builtin_before(ddp: Any) -> Any:
-    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    ddp._register_builtin_comm_hook(BuiltinCommHookType.FP16_COMPRESS)
     return ddp
 
 
@@ -277,8 +279,7 @@ class Opaque(HostClock):
 
 
 def on_a_device(rank: int, world_size: int) -> dict[str, Any]:
-    telemetry.clock_for = lambda *_: Opaque()  # type: ignore[assignment]
-    with sending() as records:
+    with sending() as records, mock.patch("ddpobs.telemetry.process.clock_for", return_value=Opaque()):
         ddp = TorchDDP(net(), **CAP)
         ddpobs.attach(ddp, records.config)
         train(ddp, rank)
@@ -311,6 +312,7 @@ def detached(rank: int, world_size: int) -> list[Any]:
     before_attach = traces(ddp)
     with sending() as records:
         attachment = ddpobs.attach(ddp, records.config)
+        assert attachment is not None
         same = ddpobs.attach(ddp, records.config) is attachment
         train(ddp, rank)
         attachment.detach()

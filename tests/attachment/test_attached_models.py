@@ -28,7 +28,7 @@ from tests.support.distributed.loops import ddp_factory
 from tests.support.distributed.sent import Sent, sending
 
 UNUSED = {"find_unused_parameters": True}
-SMALL_BUCKETS = {"bucket_cap_mb": 1e-5}
+SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 1e-5}
 STEPS = 4
 
 
@@ -52,7 +52,7 @@ def collect_in_the_next_attach() -> None:
         gc.collect()
         return join(*args)
 
-    telemetry.join = collecting
+    vars(telemetry)["join"] = collecting
 
 
 def trainings(rank: int, world_size: int) -> dict[str, Any]:
@@ -169,7 +169,8 @@ def skipping(rank: int, world_size: int) -> dict[str, list[list[str]]]:
     results = {}
     for setting in ("find_unused_parameters", "static_graph"):
         with sending() as records:
-            ddp = TorchDDP(Middle(), skip_all_reduce_unused_params=True, **SMALL_BUCKETS, **{setting: True})
+            options = SMALL_BUCKETS | {setting: True}
+            ddp = TorchDDP(Middle(), skip_all_reduce_unused_params=True, **options)
             ddpobs.attach(ddp, records.config)
             train(ddp, rank, STEPS)
         layouts = {layout.revision: layout.buckets for layout in records.layouts}
@@ -249,7 +250,7 @@ class Sometimes(nn.Module):
 
     def forward(self, x: torch.Tensor, whole: bool) -> torch.Tensor:
         x = self.always(x)
-        return self.sometimes(x) if whole else x  # type: ignore[no-any-return]
+        return self.sometimes(x) if whole else x
 
 
 def used_before(rank: int, world_size: int) -> tuple[list[list[str]], list[int]]:
@@ -381,7 +382,7 @@ def detached(rank: int, world_size: int) -> list[bool]:
         assert attachment is not None
         assert process is not None
         train(ddp, rank, STEPS)
-        references = [weakref.ref(attachment), weakref.ref(process)]
+        references: list[weakref.ref[Any]] = [weakref.ref(attachment), weakref.ref(process)]
         attachment.detach()
     del attachment, process
     gc.collect()

@@ -25,7 +25,7 @@ INJECTED = {"work_ns": 10.0, "delay_ns": 12.0, "typical_ns": 100.0}
 
 
 def expected(**changes: Any) -> Expected:
-    facts = {"phase": "backward", "layer": 3, "cause": "own-work", "interval": (60, 119)}
+    facts: dict[str, Any] = {"phase": "backward", "layer": 3, "cause": "own-work", "interval": (60, 119)}
     return Expected("straggler", (1,), **facts | changes)
 
 

@@ -68,7 +68,8 @@ def test_a_ratio_of_nothing_is_an_error() -> None:
 
 def test_a_rare_burst_counts_in_totals_and_not_in_medians() -> None:
     bursty, steady = [[1.0] * 9 + [11.0]] * 3, [[1.0] * 10] * 3
-    assert (ratio(bursty, steady).middle, ratio(bursty, steady, medians=True).middle) == (pytest.approx(2.0), 1.0)
+    assert ratio(bursty, steady).middle == pytest.approx(2.0)
+    assert ratio(bursty, steady, medians=True).middle == 1.0
 
 
 def test_a_verdict_is_open_where_the_interval_holds_the_limit() -> None:

@@ -235,7 +235,7 @@ def test_trace_of_a_wide_run_begins_at_the_slowest_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("end", "code"), [("finished", 0), ("failed", 3), ("lost", 3)])
 def test_watch_prints_each_change_and_ends_with_the_run(end: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching.time, "sleep", lambda _: None)
+    monkeypatch.setattr("ddpobs.cli.watch.time.sleep", lambda _: None)
     states = [("running", 3), ("running", 3), (end, 5)]
 
     def reply(path: str) -> Reply:

@@ -26,8 +26,8 @@ def overflowing(rank: int, world_size: int) -> dict[str, list[tuple[bool, bool]]
     On rank 1 the loss of one step, or one gradient alone, is infinite. The optimizer skips that step, as GradScaler
     does.
     """
-    results = {}
-    strategies = [*STRATEGIES, partial(PowerSGD, rank=2, start_iteration=2)]
+    results: dict[str, list[tuple[bool, bool]]] = {}
+    strategies: list[Any] = [*STRATEGIES, partial(PowerSGD, rank=2, start_iteration=2)]
     for strategy in strategies:
         for groups in (1, 2):
             for everywhere in (True, False):
@@ -84,7 +84,7 @@ def replaced_unused(rank: int, world_size: int) -> dict[str, bool]:
     results = {}
     for strategy in STRATEGIES:
         first, second = (DistributedDataParallel(net(), comm=strategy, round_robin_groups=2, **CAP) for _ in range(2))
-        first._update_process_group(dist.new_group())
+        first._update_process_group(dist.new_group())  # type: ignore[no-untyped-call]
         results[strategy] = all(map(torch.equal, train(first, rank), train(second, rank)))
     return results
 

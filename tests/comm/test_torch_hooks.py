@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks import (
     ddp_zero_hook,
     debugging_hooks,
@@ -18,13 +19,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     quantization_hooks,
 )
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer, _apply_optimizer_in_backward
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from tests.support.distributed.compare import batch, net, outcome, train
 from tests.support.distributed.streams import stand_in_stream
 
-CAP = {"bucket_cap_mb": 0.05}
+CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 
 
 def hooked(hook: Any, state: Any = lambda: None, **options: Any) -> Any:
@@ -59,7 +61,8 @@ class _AsNccl:
         return self._work.get_future().then(lambda gathered: [torch.stack(gathered.value())])
 
 
-_ALL_GATHER, _ORTHOGONALIZE = dist.all_gather, powerSGD_hook._orthogonalize
+_ALL_GATHER = dist.all_gather
+_ORTHOGONALIZE: Any = powerSGD_hook._orthogonalize
 
 
 def quantised(hook: Any) -> Any:
@@ -112,7 +115,7 @@ def user_defined(kind: Any, rank: int) -> Any:
 
 def builtin(kind: Any, rank: int) -> Any:
     ddp = kind(net(), **CAP)
-    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    ddp._register_builtin_comm_hook(BuiltinCommHookType.FP16_COMPRESS)
     return train(ddp, rank)
 
 
@@ -129,7 +132,8 @@ def misnamed(kind: Any, rank: int) -> Any:
 
 
 def misannotated(kind: Any, rank: int) -> Any:
-    def hook(state: Any, bucket: int) -> torch.futures.Future[torch.Tensor]: ...
+    def hook(state: Any, bucket: int) -> torch.futures.Future[torch.Tensor]:
+        raise AssertionError("the hook is refused")
 
     kind(net()).register_comm_hook(None, hook)
 
@@ -139,7 +143,7 @@ def not_callable(kind: Any, rank: int) -> Any:
 
 
 def returns_too_much(kind: Any, rank: int) -> Any:
-    def hook(state: Any, bucket: dist.GradBucket) -> int:
+    def hook(state: Any, bucket: GradBucket) -> int:
         return 1
 
     kind(net()).register_comm_hook(None, hook)

@@ -83,7 +83,8 @@ def test_a_panel_selects_what_its_dashboards_variables_choose(panel: Any) -> Non
 def test_series_of_a_run_link_to_its_page_and_its_dashboards() -> None:
     urls = [
         link["url"]
-        for panel in (param.values[0] for param in PANELS)
+        for board in BOARDS.values()
+        for panel in board["panels"]
         for link in panel["fieldConfig"]["defaults"].get("links", [])
     ]
     assert {url.split("?")[0] for url in urls} == {

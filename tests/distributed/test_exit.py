@@ -59,8 +59,10 @@ def callbacks_of_a_thread(rank: int, _: int) -> int:
         counts.append(thread_state.count)
         interpreter_exit.stay_in_interpreter()
 
+    group = dist.group.WORLD
+    assert group is not None
     for _ in range(200):
-        work = collectives.all_reduce(dist.group.WORLD, [torch.ones(4)])
+        work = collectives.all_reduce(group, [torch.ones(4)])
         work.get_future().add_done_callback(count_callback)
         work.wait()
     dist.barrier()

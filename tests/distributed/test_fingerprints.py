@@ -69,10 +69,11 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body, self.norm, self.head = nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 3)
+        self.table: torch.Tensor
         self.register_buffer("table", torch.arange(9.0) / 9)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.body(x)) + self.table)  # type: ignore[no-any-return,operator]
+        return self.head(self.norm(self.body(x)) + self.table)  # type: ignore[no-any-return]
 
 
 def flip_once(kind: str, config: Any, flip: Flip, rank: int) -> str:
@@ -117,7 +118,7 @@ def flip_once(kind: str, config: Any, flip: Flip, rank: int) -> str:
 @contextmanager
 def corrupted_broadcast(flip: Flip | None, name: str, rank: int) -> Iterator[None]:
     """Flip a bit of a buffer as soon as it was broadcast."""
-    original = TorchDDP._sync_module_buffers
+    original: Any = TorchDDP._sync_module_buffers
 
     def sync(ddp: Any, *args: Any) -> None:
         original(ddp, *args)
@@ -144,7 +145,8 @@ def fingerprints_of(sent: Sent) -> list[wire.Fingerprint]:
 
 def findings_by_module(by_rank: Sequence[Sequence[wire.Fingerprint]]) -> dict[int, Any]:
     samples = [(rank, sample) for rank, samples in enumerate(by_rank) for sample in samples]
-    return {finding.evidence.module: finding for finding in replicas_differ(evidence(fingerprints=samples))}
+    findings: list[Any] = list(replicas_differ(evidence(fingerprints=samples)))
+    return {finding.evidence.module: finding for finding in findings}
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("ours", 1), ("torch", 2)])
@@ -281,7 +283,7 @@ def train_with_horovod(rank: int, world_size: int, tampers: bool) -> list[wire.F
             model(inputs(rank, step)).pow(2).mean().backward()
             optimizer.step()
             if tampers and step == 2 and rank == 1:
-                model[1].bias.data[1] += 1e-3
+                model.get_parameter("1.bias").data[1] += 1e-3
     return fingerprints_of(sent)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Work
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -17,7 +18,7 @@ from tests.support.distributed.compare import torchs_first_buckets, train, verdi
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
 
-CAP = {"bucket_cap_mb": 0.05}
+CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "finding unused": {"find_unused_parameters": True},
@@ -27,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class Done(dist._Work):
+class Done(Work):
     """A work that is complete."""
 
     def __init__(self, result: Any) -> None:
@@ -46,8 +47,8 @@ class Relay(dist.ProcessGroup):
     """Forwards every collective to gloo, and waits."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
-        super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("relay", store), rank, size, timeout)
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._gloo: Any = dist.ProcessGroupGloo(PrefixStore("relay", store), rank, size, timeout)
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's
         return "relay"

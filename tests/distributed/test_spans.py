@@ -24,15 +24,17 @@ class Late:
 
     def __init__(self, pending: Any) -> None:
         self._pending, self._done = pending, threading.Event()
-        self._timer = threading.Timer(LATE_S, self._done.set)
 
     def wait(self) -> None:
         self._pending.wait()
         self._done.wait()
 
     def on_done(self, callback: Callable[[object], None]) -> None:
-        self._timer.function = lambda: (callback(None), self._done.set())
-        self._timer.start()
+        def end() -> None:
+            callback(None)
+            self._done.set()
+
+        threading.Timer(LATE_S, end).start()
 
 
 def first_bucket_late(rank: int, world_size: int) -> tuple[list[int], list[int]]:
@@ -45,7 +47,7 @@ def first_bucket_late(rank: int, world_size: int) -> tuple[list[int], list[int]]
 
     with sending() as capture:
         ddp = DistributedDataParallel(net(), telemetry=capture.config, **CAP)
-        comm.AllReduce.launch = launch  # type: ignore[method-assign, assignment]
+        comm.AllReduce.launch = launch  # type: ignore[method-assign]
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -71,7 +73,11 @@ def first_backward(rank: int, world_size: int) -> list[tuple[int, bool]]:
     for views in (False, True):
         with sending() as capture:
             layers = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
-            settings = {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": views, "telemetry": capture.config}
+            settings: dict[str, Any] = {
+                "bucket_cap_mb": 0.01,
+                "gradient_as_bucket_view": views,
+                "telemetry": capture.config,
+            }
             ddp = DistributedDataParallel(layers, **settings)
             ddp(torch.ones(2, 64)).sum().backward()
         ready_ns, launched_ns = np.array(capture.spans("ready_ns")), np.array(capture.spans("launched_ns"))

@@ -85,7 +85,7 @@ def closures(wrap: Any, rank: int) -> None:
 
         def closure(rows: torch.Tensor = rows) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = ddp(rows).pow(2).sum()
+            loss: torch.Tensor = ddp(rows).pow(2).sum()
             loss.backward()
             return loss
 
@@ -144,7 +144,7 @@ def checkpointing(wrap: Any, rank: int) -> None:
     ddp = wrap(net())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     for (rows,) in loader():
-        checkpoint(ddp, rows.requires_grad_(), use_reentrant=False).sum().backward()  # type: ignore[union-attr]
+        checkpoint(ddp, rows.requires_grad_(), use_reentrant=False).sum().backward()
         optimizer.step()
 
 
@@ -165,8 +165,13 @@ def optimizers_in_backward(wrap: Any, rank: int) -> None:
     """An optimizer for each parameter, called when its gradient arrives, before it is reduced."""
     ddp = wrap(net())
     optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in ddp.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        time.sleep(0.01)
+        optimizers[parameter].step()
+
     for p in ddp.parameters():
-        p.register_post_accumulate_grad_hook(lambda q: (time.sleep(0.01), optimizers[q].step())[1])
+        p.register_post_accumulate_grad_hook(step)
     for (rows,) in loader():
         ddp(rows).sum().backward()
 
@@ -223,7 +228,7 @@ def closures_without_loader(wrap: Any, rank: int) -> None:
 
         def closure(step: int = step) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = ddp(batch(rank, step)).sum()
+            loss: torch.Tensor = ddp(batch(rank, step)).sum()
             loss.backward()
             return loss
 

@@ -135,7 +135,8 @@ def compiled(rank: int, world_size: int) -> bool:
     """Compile with `fullgraph`, which raises if the graph breaks."""
 
     def mean(x: torch.Tensor) -> torch.Tensor:
-        return functional.all_reduce(x * 2, "avg", dist.group.WORLD) + 1
+        total: torch.Tensor = functional.all_reduce(x * 2, "avg", dist.group.WORLD)
+        return total + 1
 
     with sending() as capture:
         ddp_factory("ours", capture)(net())

@@ -175,7 +175,7 @@ def test_the_start_commands_of_the_documents_start_a_collector(place: Place, tmp
         folder = tmp_path / str(SERVERS.index(line))
         folder.mkdir()
         program, *options = line.replace("/var/lib/ddpobs", str(folder)).split()
-        settings = {"token": "documented-token"} if "0.0.0.0" in line else {}
+        settings: dict[str, Any] = {"token": "documented-token"} if "0.0.0.0" in line else {}
         with collector(folder, [str(BIN / program), *options], **settings) as running:
             assert httpx.get(f"{running.url}/healthz").status_code == 200
         assert ("sqlite:////" in line) == (folder / "ddpobs.db").exists()

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
-from ddpobs_server import app
 from ddpobs_server.api import concurrency
 from ddpobs_server.operations import retention
+from ddpobs_server.operations.commands import cli as server_cli
 from ddpobs_server.settings import Settings
 from ddpobs_server.store.writing import fingerprints
 from typer.main import get_command
@@ -126,7 +126,7 @@ def in_line(pattern: str) -> list[tuple[str, str]]:
 def unknown_words(command: str) -> list[str]:
     """Subcommands and options of a command line that the program does not have."""
     program, *words = re.sub(r"[\[\]\\|…]|COMMAND.*", " ", command.partition(" -- ")[0]).split()
-    known: Any = get_command(cli.main if program == "ddpobs" else app.cli)
+    known: Any = get_command(cli.main if program == "ddpobs" else server_cli)
     while words and (commands := getattr(known, "commands", None)) and not words[0].startswith("-"):
         name = words.pop(0)
         if name not in commands:
@@ -159,7 +159,7 @@ def test_the_operators_guide_has_every_setting_command_and_alert_of_the_collecto
     rules = yaml.safe_load((ROOT / "dashboards" / "prometheus" / "alerts.yml").read_text())["groups"]
     required = [rf"`DDPOBS_SERVER_{name.upper()}`" for name in Settings.model_fields]
     required += [f"`{rule['alert']}`" for group in rules for rule in group["rules"]]
-    required += [f"ddpobs-server {command}" for command in get_command(app.cli).commands if command != "serve"]  # type: ignore[attr-defined]
+    required += [f"ddpobs-server {command}" for command in get_command(server_cli).commands if command != "serve"]  # type: ignore[attr-defined]
     assert [pattern for pattern in required if not re.search(pattern, OPERATIONS)] == []
 
 

@@ -54,7 +54,12 @@ def test_records_from_the_last_periodic_calls_are_sent(tmp_path: Path) -> None:
     with collector(acknowledge) as server:
         running = exporter(server.url, tmp_path)
         offered: list[bool] = []
-        running.call_every(1000, lambda: running._stopping and offered.append(running.offer(event("peers"))))
+
+        def offer_at_the_end() -> None:
+            if running._stopping:
+                offered.append(running.offer(event("peers")))
+
+        running.call_every(1000, offer_at_the_end)
         running.close()
     assert all(offered)
     assert kinds(server.puts) == ["peers"] * len(offered) != []
@@ -193,7 +198,7 @@ def test_ranks_that_started_at_different_times_work_at_the_same_moments(
         now_s, booted_s = began_s, 7.7 * rank
         waiting = Exporter(TelemetryConfig(spool=tmp_path, flush_s=2.0), encode)
         waiting.identify(IDENTITY)
-        waiting._delivery.put = lambda _: cut[rank].append(round(now_s, 1))  # type: ignore[method-assign]
+        monkeypatch.setattr(waiting._delivery, "put", lambda _: cut[rank].append(round(now_s, 1)))
         waiting.call_every(0.5, lambda: worked[rank].append(round(now_s, 1)))
         while now_s < 9.0:
             waiting.offer(event())

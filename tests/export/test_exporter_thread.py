@@ -80,7 +80,12 @@ def test_forks_wait_once_for_a_thread_that_hangs(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("ddpobs.export.exporter._FORK_PAUSE_S", 3.0)
     hangs, resumes = threading.Event(), threading.Event()
     running = Exporter(TelemetryConfig(collector=absent(), spool=tmp_path, exit_s=0.2), encode)
-    running.call_every(0.001, lambda: hangs.set() or resumes.wait(60))
+
+    def hang() -> None:
+        hangs.set()
+        resumes.wait(60)
+
+    running.call_every(0.001, hang)
     running.start()
     assert hangs.wait(20)
     began = time.monotonic()

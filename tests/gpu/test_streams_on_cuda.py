@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ddpobs import DistributedDataParallel, wire
 from tests.support.cuda import nccl_alone, net, train
+from tests.support.distributed.compare import grad
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
 
@@ -28,9 +29,9 @@ def test_an_optimizer_waits_for_all_work_on_a_bucket(comm: str) -> None:
         for _ in range(5):
             ddp.zero_grad()
             ddp(torch.ones(8, WIDTH, device="cuda")).pow(2).mean().backward()
-            early = [p.grad.clone() for p in ddp.parameters()]
+            early = [grad(p).clone() for p in ddp.parameters()]
             torch.cuda.synchronize()
-            assert all(torch.equal(gradient, p.grad) for gradient, p in zip(early, ddp.parameters(), strict=True))
+            assert all(torch.equal(gradient, grad(p)) for gradient, p in zip(early, ddp.parameters(), strict=True))
 
 
 def test_a_blocking_collective_is_recorded() -> None:
@@ -72,7 +73,7 @@ class OverDevices(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(256, 256).to(f"cuda:{index % 2}") for index in range(12))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        outputs = [layer(rows.to(layer.weight.device)).to("cuda:0") for layer in self.layers]
+        outputs = [layer(rows.to(layer.get_parameter("weight").device)).to("cuda:0") for layer in self.layers]
         return torch.stack(outputs).sum(0)
 
 

@@ -93,7 +93,7 @@ def refused() -> list[str]:
 
 def exchanged() -> dict[str, list[int]]:
     """How many collectives of each round are exchanged: steps, and every third time an evaluation."""
-    counts = []
+    counts: list[int] = []
     exchange = Agreement._exchange
 
     def count(self: Agreement, call: Any) -> None:

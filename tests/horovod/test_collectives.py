@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils import _pytree as pytree
 import ddpobs.horovod as hvd
 from benchmarks.rig import patience
 from ddpobs.errors import HorovodError
+from tests.support.distributed.compare import grad
 from tests.support.distributed.horovod import raised
 from tests.support.distributed.launch import run_ranks
 
@@ -63,7 +65,7 @@ def collectives(rank: int, ranks: int) -> dict[str, Any]:
     hvd.barrier()
     results["sets"] = [str(hvd.global_process_set), str(only)]
     for name, wrong in (("again", [1]), ("everyone", [1, 0]), ("unknown", [2])):
-        results[name] = raised(HorovodError, lambda wrong=wrong: hvd.add_process_set(wrong))
+        results[name] = raised(HorovodError, partial(hvd.add_process_set, wrong))
     other = hvd.add_process_set(hvd.ProcessSet([0]))
     results["removed"] = hvd.remove_process_set(only), hvd.remove_process_set(only)
     results["ids"] = other.process_set_id, only.process_set_id, hvd.add_process_set(only).process_set_id
@@ -131,13 +133,14 @@ def normalized(rank: int) -> str:
     expected = theirs(joined)
     joined.retain_grad()
     (expected * torch.cat(factors)).sum().backward()
-    expected_gradient = joined.grad.split([2, 3])[rank]
+    expected_gradient = grad(joined).split([2, 3])[rank]
     own = inputs[rank].detach().requires_grad_()
     output = ours(own)
     (output * factors[rank]).sum().backward()
-    pairs = [(output, expected.split([2, 3])[rank]), (own.grad, expected_gradient)]
+    pairs = [(output, expected.split([2, 3])[rank]), (grad(own), expected_gradient)]
     pairs += [
-        (hvd.allreduce(a.grad, op=hvd.Sum), b.grad) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+        (hvd.allreduce(grad(a), op=hvd.Sum), grad(b))
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
     ]
     pairs += list(zip(ours.buffers(), theirs.buffers(), strict=True))
     pairs.append((ours.eval()(own), theirs.eval()(own)))

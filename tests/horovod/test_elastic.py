@@ -31,7 +31,7 @@ def kept(rank: int) -> Results:
     torch.nn.init.constant_(model.weight, 1.0 + rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5 + rank, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    state = hvd.elastic.TorchState(model, optimizer, batch=20 + rank, epoch=10 + rank, scheduler=scheduler)
+    state: Any = hvd.elastic.TorchState(model, optimizer, batch=20 + rank, epoch=10 + rank, scheduler=scheduler)
     seen = []
 
     def look() -> None:
@@ -109,7 +109,7 @@ def trained(rank: int, failing: int | None, records: Any = None) -> tuple[list[t
 
 def interrupted(rank: int) -> Results:
     """Let rank 0 be notified of a host: all ranks leave the function, and keep what they have."""
-    state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, count=0)
+    state: Any = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, count=0)
     rounds = []
 
     @hvd.elastic.run

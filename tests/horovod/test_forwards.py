@@ -81,7 +81,7 @@ def in_parts(rank: int, ranks: int) -> Sent:
     hvd.init()
     model = net()
     with sending() as records:
-        parts = [distributed(model[layer].parameters(), records) for layer in (0, 2, 4)]  # type: ignore[index]
+        parts = [distributed(model[layer].parameters(), records) for layer in (0, 2, 4)]
         train(rank, model, *parts)
         parts[0]._reducer.remove_hooks()
         del parts[0]
@@ -126,7 +126,7 @@ def compiled(model: Any) -> Any:
 
 def compiled_and_called_itself(model: Any) -> Any:
     """Call the model itself first, and its compiled form afterwards."""
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
     calls = count()
     return model, lambda x: compiled(x) if next(calls) else model(x)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ def in_a_part(rank: int, ranks: int) -> dict[str, list[Any]]:
     """A column of a matrix is neither contiguous nor dense; the memory between its elements must not change."""
     hvd.init()
     results = {}
-    calls = {
+    calls: dict[str, Callable[[torch.Tensor], object]] = {
         "allreduce_": lambda column: hvd.allreduce_(column, op=hvd.Sum),
         "allreduce_async_": lambda column: hvd.synchronize(hvd.allreduce_async_(column, op=hvd.Sum)),
         "broadcast_": lambda column: hvd.broadcast_(column, 1),

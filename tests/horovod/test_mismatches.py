@@ -30,7 +30,10 @@ def changed(rank: int, first: Callable[[], Any], then: Callable[[], Any]) -> Any
 
 def handles(rank: int) -> list[Any]:
     """Start three collectives before the first wait; on rank 0 the second differs."""
-    first = lambda name, tensor: hvd.allreduce_async(tensor, name=name)  # noqa: E731
+
+    def first(name: str, tensor: Any) -> Any:
+        return hvd.allreduce_async(tensor, name=name)
+
     learn(lambda: [handle.wait() for handle in [first(name, floats(3)) for name in "abc"]])
     return [handle.wait() for handle in [first("a", floats(3)), first("b", dtypes(-rank)), first("c", floats(3))]]
 

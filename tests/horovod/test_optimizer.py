@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def rules(rank: int, ranks: int) -> dict[str, Any]:
     results["state"] = len(optimizer.state_dict()["state"])
     optimizer.zero_grad()
     results["graph"] = raised(ReducerError, lambda: loss(model, rank, 5).backward(create_graph=True))
-    for name, wrong in {
+    refused: dict[str, dict[str, Any]] = {
         "named_parameters": {"named_parameters": model.parameters()},
         "duplicate names": {"named_parameters": [("x", p) for p in model.parameters()]},
         "are missing in it": {"named_parameters": list(model.named_parameters())[1:]},
@@ -129,20 +130,22 @@ def rules(rank: int, ranks: int) -> dict[str, Any]:
         "lists of parameters": {"groups": "2"},
         "already": {"optimizer": optimizer},
         "torch.optim.Optimizer, got Sequential": {"optimizer": model},
-    }.items():
-        message = raised(HorovodError, lambda wrong=wrong: hvd.DistributedOptimizer(**({"optimizer": inner} | wrong)))
+    }
+    for name, wrong in refused.items():
+        message = raised(HorovodError, partial(hvd.DistributedOptimizer, **{"optimizer": inner, **wrong}))
         results.setdefault("clear", []).append(name in message)
     other = nn.Linear(3 + rank, 2)
     results["models"] = raised(ModelsDifferError, lambda: hvd.DistributedOptimizer(torch.optim.SGD(other.parameters())))
-    for name, odd in {
+    different: dict[str, dict[str, Any]] = {
         "compression": {"compression": hvd.Compression.fp16},
         "op": {"op": hvd.Sum},
         "gradient_predivide_factor": {"gradient_predivide_factor": 2.0},
         "backward_passes_per_step": {"backward_passes_per_step": 2},
         "groups": {"num_groups": 2},
-    }.items():
+    }
+    for name, odd in different.items():
         shard = odd if rank else {}
-        message = raised(ModelsDifferError, lambda shard=shard: hvd.DistributedOptimizer(inner, **shard))
+        message = raised(ModelsDifferError, partial(hvd.DistributedOptimizer, inner, **shard))
         results.setdefault("differ", []).append(f"models: {name} is " in message)
     return results
 
@@ -288,12 +291,12 @@ def with_closures(rank: int, ranks: int) -> list[bool]:
     hvd.init()
     inputs = torch.randn(ranks * 4, 8, generator=torch.Generator().manual_seed(0))
     results = []
-    for kind, settings in ((torch.optim.SGD, {"lr": 0.1}), (torch.optim.LBFGS, {"lr": 0.1, "max_iter": 4})):
+    for kind in (partial(torch.optim.SGD, lr=0.1), partial(torch.optim.LBFGS, lr=0.1, max_iter=4)):
         trained = []
         for shard in (inputs[rank * 4 : rank * 4 + 4], inputs):
             torch.manual_seed(1)
             model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-            optimizer: Any = kind(model.parameters(), **settings)
+            optimizer: Any = kind(model.parameters())
             if shard is not inputs:
                 optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
 
@@ -306,7 +309,8 @@ def with_closures(rank: int, ranks: int) -> list[bool]:
             for _ in range(3):
                 optimizer.step(closure)
             trained.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-        results.append(torch.allclose(*trained, rtol=1e-4, atol=1e-6))
+        of_shard, of_all = trained
+        results.append(torch.allclose(of_shard, of_all, rtol=1e-4, atol=1e-6))
     return results
 
 

@@ -32,7 +32,7 @@ def in_a_set(rank: int, ranks: int) -> dict[str, Any]:
     peers = PAIR if pair.included() else [rank]
     alone(reference, len(peers), 3, loss_fn=lambda model, index, number: loss(model, peers[index], number))
     results: dict[str, Any] = {"trained": how_close(model, reference), "reduces": optimizer._reducer is not None}
-    results["refused"] = twice, fewer, raised(HorovodError, lambda: hvd.ProcessSet("ranks"))
+    results["refused"] = twice, fewer, raised(HorovodError, lambda: hvd.ProcessSet("ranks"))  # type: ignore[arg-type]
     results["id"] = pair.process_set_id, hvd.global_process_set.ranks
     results["backends"] = [
         *(hvd.gloo_built(), hvd.gloo_enabled(), hvd.mpi_enabled(), hvd.mpi_threads_supported()),

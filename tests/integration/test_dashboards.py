@@ -202,7 +202,7 @@ def test_a_panel_shows_the_value_of_its_title(
     series = [{"series": name, "values": f"0+{growth * scrape_s / 15}x60"} for name, growth in IN_15_S.items()]
     test = {"interval": f"{scrape_s}s", "input_series": series, "promql_expr_test": [expectation]}
     (tmp_path / "test.yml").write_text(json.dumps({"evaluation_interval": "5s", "tests": [test]}))
-    command = [need("promtool", "prometheus"), "test", "rules", tmp_path / "test.yml"]
+    command = [need("promtool", "prometheus"), "test", "rules", str(tmp_path / "test.yml")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 
@@ -221,7 +221,7 @@ def test_the_alert_about_the_slow_rank_reaches_a_receiver_through_alertmanager(
 
 def is_about_the_slow_rank(labels: Any) -> bool:
     expected = {"alertname": "DdpobsStraggler", "run": RUN, "ranks": str(SLOW_RANK), "phase": "backward"}
-    return expected.items() <= labels.items()
+    return bool(expected.items() <= labels.items())
 
 
 def test_the_table_of_findings_names_the_slow_rank_its_phase_and_the_gain(prometheus: httpx.Client) -> None:
@@ -235,7 +235,12 @@ def test_a_start_and_a_finding_are_annotated(prometheus: httpx.Client) -> None:
     end = time.time()
     for board in dashboards():
         for annotation in board.get("annotations", {}).get("list", []):
-            query = {"query": with_values(annotation["expr"]), "start": end - 300, "end": end, "step": 5}
+            query: dict[str, Any] = {
+                "query": with_values(annotation["expr"]),
+                "start": end - 300,
+                "end": end,
+                "step": 5,
+            }
             answer = prometheus.get("/query_range", params=query).json()
             assert answer["status"] == "success", answer
             samples = [len(series["values"]) for series in answer["data"]["result"]]
@@ -279,7 +284,7 @@ def test_the_guides_scrapes_are_valid_and_have_a_token_and_the_job_name_of_the_a
     guide = (ROOT / "docs" / "operations" / "monitoring.md").read_text()
     (snippet,) = re.findall(r"^    global: .*\n    scrape_configs:\n(?:     .*\n)+", guide, re.MULTILINE)
     (tmp_path / "prometheus.yml").write_text(textwrap.dedent(snippet))
-    command = [need("promtool", "prometheus"), "check", "config", "--syntax-only", tmp_path / "prometheus.yml"]
+    command = [need("promtool", "prometheus"), "check", "config", "--syntax-only", str(tmp_path / "prometheus.yml")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     scrapes = yaml.safe_load(snippet)["scrape_configs"]

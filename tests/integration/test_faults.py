@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +230,8 @@ def test_records_that_the_spool_could_not_hold_are_all_counted_as_dropped(tmp_pa
         live, ended = (Ranks(collector.url, run, tmp_path / run, count=1, spool_mb=0.02) for run in ("live", "ended"))
         for ranks in (live, ended):
             ranks.step(1000)
-            patience.until(lambda ranks=ranks: ranks.exporters[0].dropped)
+            (exporter,) = ranks.exporters
+            patience.until(partial(getattr, exporter, "dropped"))
         ended.stop()
         collector.start()
         patience.until(lambda: not count_spooled(live))

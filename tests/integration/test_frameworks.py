@@ -40,7 +40,7 @@ class Facts:
     sets_epoch: bool = True
 
 
-BARE = {"steps": 18, "micro_steps": 1, "samples": 16, "sets_epoch": False}
+BARE: dict[str, Any] = {"steps": 18, "micro_steps": 1, "samples": 16, "sets_epoch": False}
 RUNS = {
     ("Transformers' Trainer", "torchrun"): Facts(
         model="GPT2LMHeadModel",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zstandard
@@ -34,7 +35,7 @@ def evidence_from(case: str, folder: Path, **environ: str) -> Evidence:
     with ranks_of(SCRIPT, case, ranks=2, folder=folder, environ=TRAINING | environ) as ranks:
         ended = [process.wait(60) for process in ranks.processes]
         assert not any(ended), ranks.logs()
-    pulses = {}
+    pulses: dict[int, wire.Pulse] = {}
     for spooled in Spool(folder / "spool", 2**30).batches():
         batch = wire.decode(zstandard.decompress(spooled.body(), max_output_size=2**28))
         if batch.pulse is not None:
@@ -42,7 +43,7 @@ def evidence_from(case: str, folder: Path, **environ: str) -> Evidence:
     return replace(evidence_of(folder / "spool"), pulses=pulses)
 
 
-def findings_of(evidence: Evidence) -> list[Finding]:
+def findings_of(evidence: Evidence) -> list[Any]:
     return [result for result in [*input_bound(evidence), *other_bound(evidence)] if isinstance(result, Finding)]
 
 

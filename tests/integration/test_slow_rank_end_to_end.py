@@ -85,7 +85,9 @@ def test_exported_steps_answer_the_documented_query(
     done = CliRunner().invoke(main, ["export", slow_run, "-o", "runs/slow.parquet", "--collector", url])
     assert (done.exit_code, done.stderr) == (0, "runs/slow.parquet: 160 steps\n")
     (query,) = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "notebook.md").read_text(), re.DOTALL)
-    rows = duckdb.sql(query).fetchall()
+    answer = duckdb.sql(query)
+    assert answer is not None
+    rows = answer.fetchall()
     assert [(run, rank, steps) for run, rank, _, steps in rows] == [(slow_run, 1, 75), (slow_run, 0, 75)]
 
 

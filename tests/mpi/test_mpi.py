@@ -203,7 +203,7 @@ def recorded(rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for group, kind in product((None, dist.new_group(backend="gloo")), (DistributedDataParallel, TorchDDP)):
         with sending() as records:
-            arguments = {"telemetry": records.config} if kind is DistributedDataParallel else {}
+            arguments: dict[str, Any] = {"telemetry": records.config} if kind is DistributedDataParallel else {}
             ddp = kind(nn.Sequential(net(), nn.BatchNorm1d(2)), bucket_cap_mb=0.05, process_group=group, **arguments)
             if kind is TorchDDP:
                 ddpobs.attach(ddp, records.config)

@@ -13,19 +13,13 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from ddpobs import wire
-from ddpobs.ranks import hang_report
 from ddpobs.ranks.hang_report import HangReport, process_state
 
 
 def pulse(activity: str = "bucket", idle_s: float = 12, **facts: Any) -> wire.Pulse:
     fields: dict[str, Any] = {"phase": "backward", "step": 4, "module": 0, "bucket": 1, "synchronised": 4}
-    return wire.Pulse(
-        at_ns=0,
-        idle_ns=int(idle_s * 1e9),
-        patience_ns=8 * 10**9,
-        activity=activity,
-        **(fields | facts),  # type: ignore[arg-type]
-    )
+    fields |= {"activity": activity, **facts}
+    return wire.Pulse(at_ns=0, idle_ns=int(idle_s * 1e9), patience_ns=8 * 10**9, **fields)
 
 
 @pytest.fixture
@@ -83,7 +77,7 @@ def test_a_rank_of_another_host_whose_key_stays_the_same_is_silent(store: Any, m
     for report in ranks:
         report.publish(pulse("bucket" if report is ranks[0] else "code"))
     clock = [time.monotonic_ns()]
-    monkeypatch.setattr(hang_report.time, "monotonic_ns", lambda: clock[0])
+    monkeypatch.setattr("ddpobs.ranks.hang_report.time.monotonic_ns", lambda: clock[0])
     first = ranks[0].judge()
     assert first is not None
     assert first.kind == "absent"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from ddpobs import wire
 from ddpobs.ranks.straggler_exchange import COLUMNS, Exchange, join, statistics
@@ -53,8 +53,8 @@ def test_ranks_are_joined_by_the_collective_and_not_by_their_row() -> None:
 
 
 def test_ranks_exchange_through_the_store_without_waiting_for_a_missing_rank() -> None:
-    store = dist.HashStore()
-    exchanges = [Exchange(dist.PrefixStore("a", store), rank, range(2), 4) for rank in range(2)]
+    store = HashStore()
+    exchanges = [Exchange(PrefixStore("a", store), rank, range(2), 4) for rank in range(2)]
     exchanges[0].add(steps(4))
     exchanges[0].publish()
     assert exchanges[0].gather() is None
@@ -68,8 +68,8 @@ def test_ranks_exchange_through_the_store_without_waiting_for_a_missing_rank() -
 
 
 def test_statistics_over_a_sample_report_its_number_of_steps() -> None:
-    store = dist.HashStore()
-    exchanges = [Exchange(dist.PrefixStore("many", store), rank, range(2), 4) for rank in range(2)]
+    store = HashStore()
+    exchanges = [Exchange(PrefixStore("many", store), rank, range(2), 4) for rank in range(2)]
     for exchange, backward in zip(exchanges, (40, 90), strict=True):
         exchange.add(steps(5000, backward))
         exchange.publish()
@@ -80,8 +80,8 @@ def test_statistics_over_a_sample_report_its_number_of_steps() -> None:
 
 @pytest.mark.parametrize(("world_size", "every"), [(2, 5000), (512, 33), (1024, 16)])
 def test_an_exchange_happens_with_any_number_of_required_steps(world_size: int, every: int) -> None:
-    store = dist.HashStore()
-    exchanges = [Exchange(dist.PrefixStore("rare", store), rank, range(world_size), every) for rank in (0, 1)]
+    store = HashStore()
+    exchanges = [Exchange(PrefixStore("rare", store), rank, range(world_size), every) for rank in (0, 1)]
     for exchange in exchanges:
         exchange._ranks = range(2)
         for first in range(0, 6000, 3):
@@ -96,8 +96,8 @@ def test_ranks_that_cut_their_batches_at_different_times_share_steps(
     ranks: int, per_s: int, share: int, backwards: int
 ) -> None:
     """If the tables cannot hold all steps, all ranks share a half, a quarter or an eighth of them."""
-    store = dist.HashStore()
-    exchanges = [Exchange(dist.PrefixStore("fast", store), rank, range(ranks), 4) for rank in range(ranks)]
+    store = HashStore()
+    exchanges = [Exchange(PrefixStore("fast", store), rank, range(ranks), 4) for rank in range(ranks)]
     whole, sizes, compared = steps(24 * per_s, backwards=backwards), [0] * ranks, 0
     for second in range(24):
         for rank, exchange in enumerate(exchanges):

@@ -18,7 +18,7 @@ class Sizeless(torch.Tensor):
         raise RuntimeError("no size")
 
     dim = numel = size
-    shape = property(size)  # type: ignore[assignment]
+    shape = property(size)
 
 
 class Failing(dict[str, Any]):

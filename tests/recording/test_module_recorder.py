@@ -66,6 +66,8 @@ def test_no_time_is_own_twice_if_the_reduction_waited_for_last_ends_first(traini
         training.forward(20)
         training.journal.backward_began()
         later, earlier = training.recorder.backward(), training.recorder.backward()
+        assert earlier is not None
+        assert later is not None
         for record in (earlier, later):
             training.spend(20)
             record.ready_ns = record.launched_ns = [training.clock.now_ns] * 2

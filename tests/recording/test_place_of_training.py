@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -54,7 +55,7 @@ class Training:
 def test_every_event_changes_the_phase(tmp_path: Path) -> None:
     training = Training(tmp_path)
     journal, phases = training.journal, []
-    for event in (
+    events: tuple[Callable[..., object], ...] = (
         journal.fetch_began,
         journal.fetch_ended,
         lambda: training.recorders[0].forward_began((torch.zeros(4, 2),)),
@@ -64,9 +65,10 @@ def test_every_event_changes_the_phase(tmp_path: Path) -> None:
         journal.optimizer_ended,
         journal.waiting_began,
         journal.waiting_ended,
-    ):
+    )
+    for event in events:
         before = training.place.slots[Slot.AT_NS]
-        event()  # type: ignore[operator]
+        event()
         phases.append(training.phase())
         assert training.place.slots[Slot.AT_NS] > before
     assert phases[:4] == ["data", "other", "forward", "backward"]

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.distributed.compare import batch, net, outcome, train
 
-CAP = {"bucket_cap_mb": 0.05}
+CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 
 
 def caps_of_each_bucket(kind: Any, rank: int) -> Any:

@@ -21,8 +21,8 @@ from tests.support.distributed.compare import batch, net, train, verdicts
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
 
-CAP = {"bucket_cap_mb": 0.05}
-FLAG = {"find_unused_parameters": True}
+CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
+FLAG: dict[str, Any] = {"find_unused_parameters": True}
 
 
 def replaced(kind: Any, rank: int) -> Any:

@@ -17,7 +17,7 @@ from ddpobs.buckets.bucket import Bucket
 from tests.support.distributed.compare import batch, net, outcome
 from tests.support.distributed.launch import run_ranks
 
-CAP = {"bucket_cap_mb": 0.05}
+CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 
 
 def let_go(buckets: Sequence[Bucket]) -> None:

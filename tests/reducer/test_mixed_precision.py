@@ -15,7 +15,7 @@ from tests.support.distributed.compare import batch, net
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.streams import cpu_streams
 
-CAP = {"bucket_cap_mb": 0.05}
+CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 STEPS = 4
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

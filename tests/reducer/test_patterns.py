@@ -15,7 +15,7 @@ from ddpobs import DistributedDataParallel
 from ddpobs.errors import ReducerError
 from tests.support.distributed.launch import run_ranks
 
-CAP = {"bucket_cap_mb": 0.05}
+CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 STEPS = 3
 
 

@@ -16,8 +16,8 @@ from ddpobs.errors import ReducerError
 from tests.support.distributed.compare import batch, net
 from tests.support.distributed.launch import run_ranks
 
-SMALL = {"bucket_cap_mb": 1e-5}
-FLAG = {"find_unused_parameters": True}
+SMALL: dict[str, Any] = {"bucket_cap_mb": 1e-5}
+FLAG: dict[str, Any] = {"find_unused_parameters": True}
 
 
 class Outer(nn.Module):

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.distributed.compare import batch, net, outcome, train
 
-CAP = {"bucket_cap_mb": 0.05}
+CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 
 
 def all_substituted(kind: Any, rank: int) -> Any:

@@ -23,7 +23,7 @@ from ddpobs.errors import ModelsDifferError
 from tests.support.distributed.compare import batch, net, outcome, train, verdicts
 from tests.support.distributed.launch import run_ranks
 
-CAP = {"bucket_cap_mb": 0.05}
+CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 
 
 def autocast(kind: Any, rank: int) -> Any:

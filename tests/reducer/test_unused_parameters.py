@@ -18,7 +18,7 @@ from ddpobs.errors import ReducerError, UnusedParametersError
 from tests.support.distributed.compare import batch, outcome, verdicts
 from tests.support.distributed.launch import run_ranks
 
-FIND = {"find_unused_parameters": True, "bucket_cap_mb": 0.0005}
+FIND: dict[str, Any] = {"find_unused_parameters": True, "bucket_cap_mb": 0.0005}
 
 
 class Branching(nn.Module):

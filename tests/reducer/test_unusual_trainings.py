@@ -21,7 +21,7 @@ from tests.support.distributed.interrupts import StopError, make_interruptible
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
 
-CAP = {"bucket_cap_mb": 0.05}
+CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 
 
 def wrapped_again(kind: Any, rank: int) -> Any:

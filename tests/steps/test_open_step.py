@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 from ddpobs.steps.raw_step import WAITING, RawStep
@@ -9,14 +10,15 @@ from ddpobs.steps.step_tracker import StepTracker
 
 
 def train(tracker: StepTracker) -> None:
-    for event in (
+    events: tuple[Callable[[], None], ...] = (
         lambda: tracker.forward_began(0, True, 4, 8, 2),
         tracker.backward_began,
         lambda: tracker.gradients_reduced(0, SimpleNamespace(), False),
         tracker.backward_ended,
         tracker.optimizer_began,
         tracker.optimizer_ended,
-    ):
+    )
+    for event in events:
         tracker.stamp += 10
         event()
 

@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 if "ours" in sys.argv:
     from ddpobs import DistributedDataParallel
 else:
-    from torch.nn.parallel import DistributedDataParallel
+    from torch.nn.parallel import DistributedDataParallel  # type: ignore[assignment]
 
 dist.init_process_group("gloo")
 model = DistributedDataParallel(network())

@@ -18,7 +18,7 @@ def pictures(first: int, count: int) -> TensorDataset:
     return TensorDataset(images, torch.tensor(digits.target[first : first + count]))
 
 
-class Slow(Dataset):
+class Slow(Dataset[tuple[torch.Tensor, ...]]):
     """Pictures that load slowly, so that an evaluation counted as training shows in the times."""
 
     def __init__(self, first: int, count: int, seconds: float) -> None:
@@ -29,7 +29,8 @@ class Slow(Dataset):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         time.sleep(self._pause_s)
-        return self._pictures[index]
+        picture: tuple[torch.Tensor, ...] = self._pictures[index]
+        return picture
 
 
 def network() -> nn.Sequential:

@@ -201,9 +201,9 @@ def main(door: str, start: str = "") -> None:
 
         hvd.run(DOORS[door], args=(None, door), np=RANKS)
     elif start == "spawn":
-        import torch.multiprocessing
+        from torch.multiprocessing.spawn import spawn
 
-        torch.multiprocessing.spawn(ranked, (door,), nprocs=RANKS)
+        spawn(ranked, (door,), nprocs=RANKS)
     else:
         DOORS[door](None, door)
 

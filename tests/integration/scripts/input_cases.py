@@ -62,7 +62,8 @@ def generator() -> Iterator[torch.Tensor]:
 
 def slow_collate(samples: list[torch.Tensor]) -> torch.Tensor:
     time.sleep(WAIT_S)
-    return default_collate(samples)
+    batch: torch.Tensor = default_collate(samples)
+    return batch
 
 
 def loader(dataset: Samples, workers: int = 0, **arguments: Any) -> DataLoader[torch.Tensor]:

@@ -34,7 +34,7 @@ def pause(kind: str, rank: int, ddp: DistributedDataParallel) -> None:
             ddp(torch.randn(4, 8))
             time.sleep(PAUSE_S)
             ddp(torch.randn(4, 8))
-        ddp.train()
+        ddp.train()  # type: ignore[no-untyped-call]
         return
     if rank == 0 and kind == "checkpoints":
         torch.save({"model": Slow()}, Path(os.environ["OUT"]) / "checkpoint.pt")

@@ -47,7 +47,8 @@ def rank(number: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)
     model = UserDDP(torch.nn.Linear(2, 1))
     in_workers = 0.0
-    for rows in DataLoader(Rows(), batch_size=4, num_workers=1, multiprocessing_context="fork"):
+    dataset: Any = Rows()
+    for rows in DataLoader(dataset, batch_size=4, num_workers=1, multiprocessing_context="fork"):
         in_workers += float(rows.sum())
         model(rows).sum().backward()
     sys.stdout.write(f"rank {number}: {telemetry_threads()} threads, {in_workers:.0f} in workers\n")
@@ -56,7 +57,7 @@ def rank(number: int, store: str) -> None:
 
 
 if __name__ == "__main__":
-    context = multiprocessing.get_context(sys.argv[1])
+    context: Any = multiprocessing.get_context(sys.argv[1])
     ranks = [context.Process(target=rank, args=(number, sys.argv[2])) for number in range(2)]
     for process in ranks:
         process.start()

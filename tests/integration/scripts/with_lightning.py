@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import lightning
 import torch
@@ -26,7 +27,8 @@ class Digits(lightning.LightningModule):
         if "COLLECTOR" in os.environ:
             from ddpobs import attach
 
-            attach(self.trainer.strategy.model, telemetry=os.environ["COLLECTOR"])
+            model: Any = self.trainer.strategy.model
+            attach(model, telemetry=os.environ["COLLECTOR"])
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> torch.Tensor:
         return cross_entropy(self.network(batch[0]), batch[1])

@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from digest import report
@@ -20,7 +21,7 @@ torch.set_num_threads(1)
 set_seed(0)
 
 
-class Sources(Dataset):
+class Sources(Dataset[dict[str, torch.Tensor]]):
     """Blocks of 32 bytes."""
 
     def __init__(self, text: bytes, pause_s: float = 0.0) -> None:
@@ -35,7 +36,7 @@ class Sources(Dataset):
         return {"input_ids": self._blocks[index], "labels": self._blocks[index]}
 
 
-trainer = Trainer(
+trainer: Any = Trainer(
     model=GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=32, n_embd=48, n_layer=2, n_head=2)),
     args=TrainingArguments(
         sys.argv[1],

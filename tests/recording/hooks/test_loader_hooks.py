@@ -179,7 +179,7 @@ def test_the_wait_for_a_loader_that_fetches_ahead_on_a_separate_thread_is_the_da
     class Slow(TensorDataset):
         def __getitem__(self, index: Any) -> Any:
             loop.clock.now_ns += 70
-            return super().__getitem__(index)
+            return super().__getitem__(index)  # type: ignore[no-untyped-call]
 
     loader = Prefetching(Slow(torch.arange(8.0).unsqueeze(1)), batch_size=2)
     loop.train(loader)

@@ -29,7 +29,7 @@ def thread_in(work: Callable[[], object]) -> Iterator[int]:
 
 
 def look(watch: ActivityWatch, thread: int, **facts: Any) -> Activity:
-    defaults = {
+    defaults: dict[str, Any] = {
         "entries": 0,
         "step": 3,
         "phase": "other",

@@ -20,10 +20,16 @@ Case = Callable[[Any, int], Any]
 """Takes the DDP class and the rank; returns tensors, or other results that a user sees."""
 
 
-def net(wide: int = 200) -> nn.Module:
+def net(wide: int = 200) -> nn.Sequential:
     """Build the same network on every rank. The bucket cap decides whether buckets copy gradients on arrival."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, wide), nn.Tanh(), nn.Linear(wide, wide), nn.Tanh(), nn.Linear(wide, 2))
+
+
+def grad(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a parameter's gradient, which must exist."""
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def batch(rank: int, step: int = 0) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from tests.support.distributed.compare import batch, net, outcome
 
-CAP = {"bucket_cap_mb": 0.05}
+CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 
 
 def train_unevenly(ddp: Any, rank: int, **options: Any) -> list[torch.Tensor]:
