@@ -64,8 +64,8 @@ def half_precision_module(kind: Any, rank: int) -> Any:
 
 def memory_formats(kind: Any, rank: int) -> Any:
     torch.manual_seed(3)
-    module = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)
-    ddp = kind(module)
+    module: Any = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3))
+    ddp = kind(module.to(memory_format=torch.channels_last))
     for step in range(3):
         image = torch.randn(2, 2, 8, 8, generator=torch.Generator().manual_seed(10 * rank + step))
         ddp(image.to(memory_format=torch.channels_last)).sum().backward()
@@ -75,14 +75,14 @@ def memory_formats(kind: Any, rank: int) -> Any:
 def without_initial_sync(kind: Any, rank: int) -> Any:
     module = net()
     with torch.no_grad():
-        module[0].bias.fill_(float(rank))
+        module.get_parameter("0.bias").fill_(float(rank))
     return outcome(kind(module, init_sync=False))
 
 
 def with_initial_sync(kind: Any, rank: int) -> Any:
     torch.manual_seed(rank)
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    module[1].running_mean.fill_(float(rank))
+    module.get_buffer("1.running_mean").fill_(float(rank))
     return [*outcome(kind(module)), module[1].running_mean]
 
 
@@ -126,8 +126,8 @@ def zeroed_in_place(kind: Any, rank: int) -> Any:
 def ignored_parameters_and_buffers(kind: Any, rank: int) -> Any:
     module = nn.Sequential(net(), nn.BatchNorm1d(2))
     with torch.no_grad():
-        module[0][0].bias.fill_(float(rank))
-        module[1].running_mean.fill_(float(rank))
+        module.get_parameter("0.0.bias").fill_(float(rank))
+        module.get_buffer("1.running_mean").fill_(float(rank))
     kind._set_params_and_buffers_to_ignore_for_model(module, ["0.0.bias", "1.running_mean"])
     ddp = kind(module)
     for step in range(3):

@@ -13,6 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel
+from tests.support.distributed.compare import grad
 from tests.support.distributed.equality import CAPS, differences, equal_after_accumulation, train, unused_error
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.models import MODELS, build
@@ -70,7 +71,7 @@ def test_unused_parameters_without_the_flag_raise_the_same_error_on_every_rank()
 def real_nan(rank: int, world_size: int) -> bool:
     ddp = DistributedDataParallel(build("transformer"))
     (ddp(MODELS["transformer"].batch(rank, 0)).sum() * float("nan")).backward()
-    return bool(torch.isnan(next(ddp.parameters()).grad).any())
+    return bool(torch.isnan(grad(next(ddp.parameters()))).any())
 
 
 def test_a_nan_gradient_of_the_model_is_not_reported_as_an_unused_parameter() -> None:
@@ -132,10 +133,11 @@ def test_torchs_own_comm_hooks_run_unchanged() -> None:
 
 def equal_under_join(rank: int, world_size: int) -> bool:
     same = True
-    for options in ({}, {"find_unused_parameters": True}):
+    flag = {"find_unused_parameters": True}
+    for options in (CAPS, CAPS | flag):
         results = []
         for kind in (TorchDDP, DistributedDataParallel):
-            ddp = kind(build("transformer"), **CAPS, **options)
+            ddp = kind(build("transformer"), **options)
             with ddp.join():
                 results.append(train(ddp, "transformer", rank, 4 + 3 * rank, True))
         same &= all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*results, strict=True))
@@ -156,7 +158,7 @@ def equal_with_sparse_gradients(rank: int, world_size: int) -> bool:
             optimizer.zero_grad()
             ddp(torch.tensor([rank, step + 2, 5, 5])).pow(2).mean().backward()
             optimizer.step()
-        results.append([tensor for p in ddp.parameters() for tensor in (p.detach(), p.grad.to_dense())])
+        results.append([tensor for p in ddp.parameters() for tensor in (p.detach(), grad(p).to_dense())])
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

@@ -120,7 +120,9 @@ def test_a_side_group_has_its_groups_timeout() -> None:
 def unnamed(rank: int, world_size: int, store: Path) -> tuple[str, str]:
     dist.destroy_process_group()
     dist.init_process_group(init_method=f"file://{store}", rank=rank, world_size=world_size)
-    return dist.get_backend(), backend_of(dist.group.WORLD, torch.device("cpu"))
+    group = dist.group.WORLD
+    assert group is not None
+    return dist.get_backend(), backend_of(group, torch.device("cpu"))
 
 
 def test_a_backend_that_the_user_did_not_choose_has_a_name(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel, attach
 from ddpobs.errors import ReducerError
-from tests.support.distributed.compare import batch, net, train, verdicts
+from tests.support.distributed.compare import batch, grad, net, train, verdicts
 from tests.support.distributed.interrupts import StopError, make_interruptible
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
@@ -137,7 +137,7 @@ def errors_of_two_modules(rank: int, world_size: int, variants: list[dict[str, A
                 second(first(batch(rank, step))).pow(2).sum().backward()
             except (StopError, ReducerError) as error:
                 errors.append(type(error).__name__)
-        by_variant.append([errors, [p.grad.sum().item() for p in (*first.parameters(), *second.parameters())]])
+        by_variant.append([errors, [grad(p).sum().item() for p in (*first.parameters(), *second.parameters())]])
     return by_variant
 
 
@@ -182,7 +182,8 @@ def steps_with_a_failed_reduction(rank: int, _world_size: int) -> list[int]:
         def finish(_: object) -> torch.Tensor:
             if fails:
                 raise ConnectionError
-            return bucket.buffer()
+            buffer: torch.Tensor = bucket.buffer()
+            return buffer
 
         return work.then(finish)
 
@@ -206,7 +207,8 @@ def hook_that_fails(fails, bucket):  # type: ignore[no-untyped-def] # torch chec
     """Return the mean. On the failing rank, raise at the launch or at the completion of the last bucket."""
     if bucket.is_last() and fails == ["launch"]:
         raise StopError
-    future = default_hooks.allreduce_hook(None, bucket)
+    group: Any = None
+    future = default_hooks.allreduce_hook(group, bucket)
     if not bucket.is_last() or fails != ["wait"]:
         return future
 
@@ -231,7 +233,7 @@ def training_with_failing_hooks(rank: int, world_size: int) -> list[list[str]]:
                     ddp(batch(rank, step)).pow(2).mean().backward()
                 except (StopError, ReducerError, RuntimeError) as error:
                     errors.append("interrupted" if "an error interrupted" in str(error) else "stopped")
-            by_variant.append([*errors, *(f"{p.grad.sum().item():.6f}" for p in ddp.parameters())])
+            by_variant.append([*errors, *(f"{grad(p).sum().item():.6f}" for p in ddp.parameters())])
     return by_variant
 
 

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from ddpobs import DistributedDataParallel
 from ddpobs.buckets.bucket import Bucket
-from tests.support.distributed.compare import batch, net, outcome
+from tests.support.distributed.compare import batch, grad, net, outcome
 from tests.support.distributed.launch import run_ranks
 
 CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
@@ -44,7 +44,7 @@ def memory_moves(rank: int, world_size: int) -> dict[str, int]:
                 ddp(batch(rank, step + 50)).sum().backward()
             ddp(batch(rank, step)).sum().backward()
             torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-            [p.grad.untyped_storage().nbytes() for p in ddp.parameters()]
+            [grad(p).untyped_storage().nbytes() for p in ddp.parameters()]
             optimizer.step()
             let_go(ddp.reducer.core.buckets)
             places.append([bucket.buffer.data_ptr() for bucket in ddp.reducer.core.buckets])
@@ -110,7 +110,8 @@ def stepping_on_first_gradients(take: Callable[[torch.Tensor], torch.Tensor], **
     """Step by hand on references to the first step's gradients, which are also zeroed in place."""
 
     def case(kind: Any, rank: int) -> Any:
-        ddp, references, same_objects = kind(net(), **CAP, **options), [], []
+        ddp, same_objects = kind(net(), **CAP, **options), []
+        references: list[torch.Tensor] = []
         for step in range(5):
             for gradient in references:
                 gradient.zero_()
@@ -148,6 +149,10 @@ def assign_data(gradient: torch.Tensor, replacement: torch.Tensor) -> None:
     gradient.data = replacement
 
 
+def set_memory(gradient: torch.Tensor, replacement: torch.Tensor) -> None:
+    gradient.set_(replacement)  # type: ignore[call-overload]
+
+
 def clamp(parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.clamp_(-0.01, 0.01)
@@ -156,7 +161,7 @@ def clamp(parameter: torch.Tensor) -> None:
 def step_in_backward(parameter: torch.Tensor) -> None:
     """Step the optimizer inside backward, so that no gradient is left to reduce."""
     with torch.no_grad():
-        parameter -= 0.01 * parameter.grad
+        parameter -= 0.01 * grad(parameter)
     parameter.grad = None
 
 
@@ -171,7 +176,8 @@ def hooking(
     """Register a hook after wrapping, once or in every step."""
 
     def case(kind: Any, rank: int) -> Any:
-        ddp, handles = kind(net(), **CAP, **options), []
+        ddp = kind(net(), **CAP, **options)
+        handles: list[Any] = []
         for step in range(4):
             if each_step or step == 0:
                 while handles:
@@ -221,7 +227,7 @@ CASES = {
     "gradient memory replaced, zeroed in place": replacing_memory(False, False, assign_data),
     "gradient memory replaced, kept": replacing_memory(True, True, assign_data),
     "gradient memory replaced, kept, zeroed in place": replacing_memory(True, False, assign_data),
-    "gradient memory replaced by set_, zeroed in place": replacing_memory(False, False, torch.Tensor.set_),
+    "gradient memory replaced by set_, zeroed in place": replacing_memory(False, False, set_memory),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -309,7 +309,7 @@ def record_events(rank: int, world_size: int) -> tuple[list[Any], list[tuple[int
                 model.requires_grad_(True)
             ddp.zero_grad()
             ddp(batch(rank, step)).pow(2).mean().backward()
-        logged = ddp._get_ddp_logging_data()["num_parameter_tensors"]
+        logged = ddp._get_ddp_logging_data()["num_parameter_tensors"]  # type: ignore[no-untyped-call]
     added = [event for b in sent.batches for event in b.events if event.kind == "parameters_added"]
     spans = list(zip(sent.spans("step"), sent.spans("revision"), strict=True))
     return [(event.step, event.detail["parameters"], event.detail["count"], logged) for event in added], spans

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddpobs import DistributedDataParallel
-from tests.support.distributed.compare import batch, net
+from tests.support.distributed.compare import batch, grad, net
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.streams import cpu_streams
 
@@ -37,7 +37,8 @@ class Model(nn.Module):
 
 
 def loss(model: nn.Module, rank: int, step: int, dtype: torch.dtype) -> torch.Tensor:
-    return model(batch(rank, step).to(dtype)).pow(2).mean()
+    outputs: torch.Tensor = model(batch(rank, step).to(dtype))
+    return outputs.pow(2).mean()
 
 
 def train_in_one_process(dtype: torch.dtype, reduce_dtype: torch.dtype, ranks: int) -> nn.Module:
@@ -50,8 +51,8 @@ def train_in_one_process(dtype: torch.dtype, reduce_dtype: torch.dtype, ranks: i
             loss(replica, rank, step, dtype).backward()
         for parameter, *copies in zip(model.parameters(), *(replica.parameters() for replica in replicas), strict=True):
             if parameter.requires_grad:
-                total = sum(replica.grad.to(reduce_dtype) for replica in copies)  # type: ignore[union-attr]
-                parameter.grad = (total / ranks).float()  # type: ignore[union-attr]
+                total = sum((grad(replica).to(reduce_dtype) for replica in copies), torch.zeros((), dtype=reduce_dtype))
+                parameter.grad = (total / ranks).float()
         optimizer.step()
     return model
 

@@ -39,7 +39,7 @@ def build_pair(kind: Any, **options: Any) -> list[Any]:
     return [kind(module, **options) for module in (first, second)]
 
 
-def gradients(*modules: nn.Module) -> Iterator[Any]:
+def gradients(*modules: nn.Module) -> Iterator[torch.Tensor | None]:
     for parameter in dict.fromkeys(parameter for module in modules for parameter in module.parameters()):
         yield None if parameter.grad is None else parameter.grad.clone()
 
@@ -47,7 +47,8 @@ def gradients(*modules: nn.Module) -> Iterator[Any]:
 def reduce_to_twice_the_mean(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     """Return twice the mean, so that the result shows how often the hook ran."""
     work = dist.all_reduce(buffer * (2 / dist.get_world_size()), async_op=True)
-    return work.get_future().then(lambda sums: sums.value()[0])
+    twice: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda sums: sums.value()[0])
+    return twice
 
 
 def doubling_hook() -> Any:
@@ -58,7 +59,8 @@ def together(set_to_none: bool = True, hook: Any = None, accumulates: bool = Fal
     """Run one backward through both models. Before the second, run a backward of each model."""
 
     def case(kind: Any, rank: int) -> Any:
-        models, results = build_pair(kind, **options), []
+        models = build_pair(kind, **options)
+        results: list[torch.Tensor | None] = []
         for model in models if hook else ():
             model.register_comm_hook(None, hook)
         for step in range(4):
@@ -78,7 +80,8 @@ def together(set_to_none: bool = True, hook: Any = None, accumulates: bool = Fal
 def nested(hook: Any = None, **options: Any) -> Any:
     def case(kind: Any, rank: int) -> Any:
         inner = kind(net(), **options)
-        ddp, results = kind(Outer(inner), **options), []
+        ddp = kind(Outer(inner), **options)
+        results: list[torch.Tensor | None] = []
         for model in (inner, ddp) if hook else ():
             model.register_comm_hook(None, hook)
         for step in range(4):

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch._C._distributed_c10d import get_debug_level
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel
@@ -55,7 +57,7 @@ def gradient_scaler(kind: Any, rank: int) -> Any:
 
 def compiled_around(kind: Any, rank: int) -> Any:
     ddp = kind(net(600), bucket_cap_mb=1)
-    compiled = torch.compile(ddp, backend="aot_eager")
+    compiled: Any = torch.compile(ddp, backend="aot_eager")
     for step in range(3):
         compiled(batch(rank, step)).pow(2).mean().backward()
     return outcome(ddp)
@@ -75,7 +77,7 @@ def split_at_buckets(kind: Any, rank: int) -> Any:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     ddp = kind(nn.Sequential(*(nn.Linear(512, 512) for _ in range(5))), bucket_cap_mb=1)
-    compiled = torch.compile(ddp, backend=counter)
+    compiled: Any = torch.compile(ddp, backend=counter)
     compiled(torch.ones(2, 512)).sum().backward()
     return [counter.frame_count, counter.frame_count > 2]
 
@@ -87,10 +89,10 @@ def distributed_checkpoint(kind: Any, rank: int) -> Any:
         warnings.simplefilter("ignore")
         folder = [local]
         dist.broadcast_object_list(folder)
-        dcp.save(get_model_state_dict(ddp), checkpoint_id=folder[0])
+        save(get_model_state_dict(ddp), checkpoint_id=folder[0])
         fresh = kind(net(), **CAP)
         state = get_model_state_dict(fresh)
-        dcp.load(state, checkpoint_id=folder[0])
+        load(state, checkpoint_id=folder[0])
         dist.barrier()
     set_model_state_dict(fresh, state)
     return [outcome(fresh), sorted(state), sorted(ddp.state_dict())]
@@ -200,7 +202,7 @@ def lbfgs(kind: Any, rank: int) -> Any:
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = ddp(batch(0)).pow(2).mean()
+        loss: torch.Tensor = ddp(batch(0)).pow(2).mean()
         loss.backward()
         return loss
 
@@ -241,7 +243,7 @@ def sparse_bucket_of_zeros(rank: int, world_size: int) -> list[list[float]]:
     """Reduce a sparse bucket of zeros, which torch's reducer does not support."""
     ddp = DistributedDataParallel(nn.Embedding(3, 1, sparse=True))
     (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
-    gradient = torch.sparse_coo_tensor([[rank]], [[2.0]], (3, 1))
+    gradient = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.tensor([[2.0]]), (3, 1))
     bucket.bucket.parameters[0].grad = gradient
     return ddp.reducer._run_comm_hook(bucket).wait().to_dense().tolist()  # type: ignore[no-any-return]
 
@@ -251,11 +253,12 @@ def test_a_sparse_bucket_of_zeros_is_summed() -> None:
 
 
 def different_models(rank: int, world_size: int) -> list[str]:
+    convolution: Any = nn.Conv2d(4, 4, 3)
     models = [
         nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3 if rank == 1 else 2)),
         nn.Sequential(nn.Linear(4, 4), *([nn.Linear(4, 4)] if rank == 2 else [])),
         nn.Linear(4, 4).double() if rank == 0 else nn.Linear(4, 4),
-        nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last if rank else torch.contiguous_format),
+        convolution.to(memory_format=torch.channels_last if rank else torch.contiguous_format),
     ]
     messages = []
     for model in models:
@@ -368,7 +371,7 @@ def train_at_debug_level(rank: int, world_size: int) -> str:
     flags: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
     for options in flags:
         train(DistributedDataParallel(net(), **options), rank)
-    return dist.get_debug_level().name
+    return get_debug_level().name
 
 
 @pytest.mark.parametrize("level", ["OFF", "INFO", "DETAIL"])

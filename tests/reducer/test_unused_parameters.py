@@ -107,7 +107,7 @@ class Reused(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layer(self.first(x))
         for _ in range(2):
-            x = checkpoint(self.layer, x, use_reentrant=True)  # type: ignore[assignment]
+            x = checkpoint(self.layer, x, use_reentrant=True)
         return self.last(x)  # type: ignore[no-any-return]
 
 
@@ -145,7 +145,7 @@ class Hiding(nn.Module):
     def forward(self, x: torch.Tensor, _takes: bool = True) -> Hidden:
         x = self.first(x)
         for layer in [self.middle] * self.times + [self.last]:
-            x = checkpoint(layer, x, use_reentrant=True)  # type: ignore[assignment]
+            x = checkpoint(layer, x, use_reentrant=True)
         return Hidden(x)
 
 
@@ -262,7 +262,7 @@ def test_gradients_are_right_in_cases_where_torch_hangs_or_fails() -> None:
 
 def errors_of_mistakes(rank: int, world_size: int) -> dict[str, str]:
     """Return the error of each mistake on this rank."""
-    cap = {"bucket_cap_mb": 0.0005}
+    cap: dict[str, Any] = {"bucket_cap_mb": 0.0005}
 
     def used_on_rank_0(ddp: Any) -> None:
         for step in range(2):
@@ -313,7 +313,7 @@ def errors_of_mistakes(rank: int, world_size: int) -> dict[str, str]:
                 x = checkpoint(module[0], x, use_reentrant=True)
             return module[1](x)  # type: ignore[no-any-return]
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
         ddp = DistributedDataParallel(module, **cap, **options)
         for step in range(2):
             ddp(batch(rank, step).requires_grad_(), 1 + step * rank).sum().backward()

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ddpobs import DistributedDataParallel, telemetry
 from ddpobs.errors import ConfigError, ReducerError
 from ddpobs.reducer import fault_broadcast
-from tests.support.distributed.compare import batch, net, outcome, train
+from tests.support.distributed.compare import batch, grad, net, outcome, train
 from tests.support.distributed.interrupts import StopError, make_interruptible
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
@@ -92,7 +92,8 @@ class Extra(nn.Module):
         self.layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x).sum() + self.extra.abs().sum().to(x.dtype) * x.sum()
+        total: torch.Tensor = self.layer(x).sum()
+        return total + self.extra.abs().sum().to(x.dtype) * x.sum()
 
 
 def with_parameter(extra: torch.Tensor) -> Any:
@@ -115,7 +116,7 @@ class OptionalWeightGradient(torch.autograd.Function):
         return x @ weight
 
     @staticmethod
-    def backward(ctx: Any, slope: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, slope: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         return slope @ weight.t(), x.t() @ slope if ctx.gives else None, None
 
@@ -130,7 +131,7 @@ class MayLackGradient(nn.Module):
         self.layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor, gives: bool) -> torch.Tensor:
-        return OptionalWeightGradient.apply(self.layer(x), self.weight, gives).sum()  # type: ignore[no-any-return]
+        return OptionalWeightGradient.apply(self.layer(x), self.weight, gives).sum()  # type: ignore[no-any-return, no-untyped-call]
 
 
 def without_gradient(wide: int, accumulates: bool = False, always: bool = False, **options: Any) -> Any:
@@ -207,6 +208,7 @@ def remains_of_deleted_wrappers(rank: int, world_size: int) -> list[Any]:
             module.zero_grad()
             gc.collect()
         process = telemetry._process
+        assert process is not None
         kept = [len(process._recorders), process._journal.modules]
     return [sum(len(p._post_accumulate_grad_hooks) for p in module.parameters()), reducer() is None, kept]
 
@@ -260,7 +262,7 @@ def forward_without_backward(rank: int, world_size: int) -> list[bool]:
         with ddp.no_sync():
             ddp(batch(rank, 1)).sum().backward()
         pairs = zip(ddp.module.parameters(), plain.parameters(), strict=True)
-        are_local.append(all(torch.equal(ours.grad, theirs.grad) for ours, theirs in pairs))
+        are_local.append(all(torch.equal(grad(ours), grad(theirs)) for ours, theirs in pairs))
     return are_local
 
 
@@ -307,7 +309,7 @@ class KeepAlive(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, slope: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, slope: torch.Tensor) -> Any:
         return slope, None
 
 
@@ -335,7 +337,7 @@ class WithActivations(nn.Sequential):
         super().__init__(*net())
 
     def forward(self, x: torch.Tensor, activations: Any) -> torch.Tensor:  # type: ignore[override]
-        return KeepAlive.apply(super().forward(x), activations)  # type: ignore[no-any-return]
+        return KeepAlive.apply(super().forward(x), activations)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def test_a_graph_without_a_backward_is_freed_with_its_output() -> None:
@@ -357,7 +359,7 @@ def means_of_two_backwards(rank: int, world_size: int, options: dict[str, Any]) 
             for step in (0, 1) if kind == "two forwards" else (0, 0):
                 (plain(batch(data_rank, step)).sum() / world_size).backward()
         pairs = zip(ddp.parameters(), plain.parameters(), strict=True)
-        are_means[kind] = all(torch.allclose(ours.grad, theirs.grad, atol=1e-5) for ours, theirs in pairs)
+        are_means[kind] = all(torch.allclose(grad(ours), grad(theirs), atol=1e-5) for ours, theirs in pairs)
     return are_means
 
 
@@ -385,11 +387,11 @@ def unreduced_gradients(rank: int, world_size: int) -> tuple[list[str], list[boo
     ours, theirs = (kind(net(), **CAP) for kind in (DistributedDataParallel, TorchDDP))
     same = []
     for step in range(3):
-        for ddp in (ours, theirs):
+        for wrapper in (ours, theirs):
             if step == 1:
-                ddp.reducer._remove_autograd_hooks()
-            ddp.zero_grad()
-            ddp(batch(rank, step)).sum().backward()
+                wrapper.reducer._remove_autograd_hooks()
+            wrapper.zero_grad()
+            wrapper(batch(rank, step)).sum().backward()
         same.append(all(map(torch.equal, gradients(ours), gradients(theirs))))
     return messages, same
 
@@ -444,7 +446,7 @@ def compiled_autograd(rank: int, world_size: int) -> tuple[str, int, bool]:
     ddp = DistributedDataParallel(net())
     with torch._dynamo.config.patch(compiled_autograd=True):
 
-        @torch.compile(backend="eager")  # type: ignore[untyped-decorator]
+        @torch.compile(backend="eager")
         def step(rows: torch.Tensor) -> None:
             ddp(rows).sum().backward()
 

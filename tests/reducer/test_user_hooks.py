@@ -200,6 +200,7 @@ def test_hooks_of_an_optimizer_from_before_horovod_wraps_it_are_called() -> None
 
 
 def ignoring_provocations(rank: int, ranks: int, function: Callable[..., Any], *args: Any) -> Any:
-    sys.excepthook = threading.excepthook = lambda *_: None
+    sys.excepthook = lambda *_: None
+    threading.excepthook = lambda _: None
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     return function(rank, ranks, *args)
