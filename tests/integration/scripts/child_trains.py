@@ -12,6 +12,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS, CHILD_STEPS = 30, 5
@@ -29,7 +30,7 @@ def train(steps: int) -> None:
 
 
 def child() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     train(CHILD_STEPS)
     dist.destroy_process_group()
 
