@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ddpobs.wire.facts import EndFacts, facts_of
 from ddpobs.wire.schema import Event
 
 End = Literal["died", "finished", "terminated", "interrupted", "failed"]
@@ -29,7 +30,7 @@ ENDS: dict[str, End] = {
 """End of a process by the kind of its event, the weakest first: of several from one process the last counts."""
 RESUMED = "resumed"
 """Kind of the event by which a process trains again after it was interrupted."""
-_VICTIMS_SIGNALS = frozenset({None, "SIGINT", "SIGKILL", "SIGTERM"})
+_VICTIMS_SIGNALS = frozenset({"", "SIGINT", "SIGKILL", "SIGTERM"})
 _SEEN_BEFORE_NS = 1_500_000_000
 
 
@@ -39,7 +40,7 @@ def end_of_event(event: Event) -> End | None:
     Older clients report an interrupt as the error KeyboardInterrupt.
     """
     end = ENDS.get(event.kind)
-    return "interrupted" if end == "failed" and event.detail.get("error") == "KeyboardInterrupt" else end
+    return "interrupted" if end == "failed" and facts_of(event, EndFacts).error == "KeyboardInterrupt" else end
 
 
 def delay_ns(event: Event) -> int:
@@ -47,7 +48,7 @@ def delay_ns(event: Event) -> int:
 
     Nobody may have seen a death but by the last sign of life before it. A launcher kills ranks by a few signals only.
     """
-    if event.kind != "died" or event.detail.get("signal") not in _VICTIMS_SIGNALS:
+    if event.kind != "died":
         return 0
-    kills = event.detail.get("oom_kills")
-    return 0 if isinstance(kills, int) and kills > 0 else _SEEN_BEFORE_NS
+    facts = facts_of(event, EndFacts)
+    return 0 if facts.oom_kills or facts.signal not in _VICTIMS_SIGNALS else _SEEN_BEFORE_NS

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 import msgspec
 
 from ddpobs.wire.fields import MOST_INDEX, UNKNOWN, Count, CountOrUnknown, Index, Name, Nanoseconds, Record
+
+Activity = Literal["", "data", "bucket", "collective", "checkpoint", "compile", "evaluation", "code"]
+"""What a training thread does; empty where it was not determined."""
+
+
+RANK_TEXT = re.compile(r"[0-9]{1,7}")
+"""A rank as a key of `Pulse.processes`."""
 
 
 class Machine(Record, frozen=True, kw_only=True):
@@ -136,7 +144,7 @@ class Pulse(Record, frozen=True, kw_only=True):
     bucket: Index = UNKNOWN
     idle_ns: Count = 0
     patience_ns: Count = 0
-    activity: Literal["", "data", "bucket", "collective", "checkpoint", "compile", "evaluation", "code"] = ""
+    activity: Activity = ""
     waits_in: Name = ""
     synchronised: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=2**48)] = UNKNOWN
     collectives: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=2**48)] = UNKNOWN
@@ -150,3 +158,8 @@ class Pulse(Record, frozen=True, kw_only=True):
     looks: Count = 0
     code: Annotated[list[CodePlace], msgspec.Meta(max_length=16)] = msgspec.field(default_factory=list)
     input: Input | None = None
+
+    @property
+    def process_states(self) -> dict[int, str]:
+        """`processes` by the number of the rank."""
+        return {int(rank): state for rank, state in self.processes.items() if RANK_TEXT.fullmatch(rank)}

@@ -7,7 +7,6 @@ again after an interrupt has no end any more, and `ended_ns` is the time at whic
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from sqlalchemy import Connection, case, func, literal_column, update
 from ddpobs import wire
 from ddpobs.shared.hang_verdict import RankState
 from ddpobs.wire.endings import ENDS, RESUMED, delay_ns, end_of_event
-from ddpobs.wire.text import NONCE
+from ddpobs.wire.facts import EndFacts, facts_of
 from ddpobs_server.store import schema
 
 _s = schema.sources.c
@@ -99,10 +98,10 @@ def count_where(condition: Any) -> Any:
 
 def dead_source(batch: wire.Batch, event: wire.Event) -> str | None:
     """The source whose death another source reports; None for any other event."""
-    source = event.detail.get("source")
-    if event.kind != "died" or source == batch.source or not isinstance(source, str):
+    if event.kind != "died":
         return None
-    return source if re.fullmatch(NONCE, source) else None
+    source = facts_of(event, EndFacts).source
+    return source if source not in ("", batch.source) else None
 
 
 def mark_dead(connection: Connection, batches: Sequence[wire.Batch]) -> None:

@@ -12,6 +12,7 @@ import msgspec
 
 from ddpobs import wire
 from ddpobs.shared.hang_verdict import Hang, RankState, verdict_on
+from ddpobs.wire.facts import StuckFacts, facts_of
 from ddpobs_server.analysis.evidence import Evidence
 
 _PULSE_NS = 5 * 10**9
@@ -63,11 +64,20 @@ def _stuck_at(event: wire.Event, at_ns: int, later: wire.Pulse) -> wire.Pulse | 
     idle_ns = spanned_ns(event, at_ns)
     if idle_ns is None:
         return None
-    detail = {name: value for name, value in event.detail.items() if name in wire.Pulse.__struct_fields__}
-    known = {"at_ns": event.at_ns, "phase": "other", "step": event.step}
-    if later.step == event.step:
-        known |= {"module": later.module, "bucket": later.bucket}
-    return msgspec.convert(known | detail | {"idle_ns": idle_ns}, wire.Pulse)
+    facts, is_same = facts_of(event, StuckFacts), later.step == event.step
+    return wire.Pulse(
+        at_ns=event.at_ns,
+        phase="other",
+        step=event.step,
+        module=later.module if is_same else wire.UNKNOWN,
+        bucket=later.bucket if is_same else wire.UNKNOWN,
+        idle_ns=idle_ns,
+        patience_ns=facts.patience_ns or 0,
+        activity=facts.activity,
+        waits_in=facts.waits_in,
+        synchronised=facts.synchronised,
+        place=facts.place,
+    )
 
 
 def spanned_ns(event: wire.Event, at_ns: int) -> int | None:
@@ -77,11 +87,11 @@ def spanned_ns(event: wire.Event, at_ns: int) -> int | None:
         event: A record of kind `stuck`.
         at_ns: Time on the rank's wall clock.
     """
-    until_ns, idle_ns = event.detail.get("wall_ns"), event.detail.get("idle_ns")
-    if not isinstance(until_ns, int) or not isinstance(idle_ns, int):
+    facts = facts_of(event, StuckFacts)
+    if facts.wall_ns is None or not facts.idle_ns:
         return None
-    began_ns = until_ns - idle_ns
-    return at_ns - began_ns if began_ns <= at_ns <= until_ns + _PULSE_NS else None
+    began_ns = facts.wall_ns - facts.idle_ns
+    return at_ns - began_ns if began_ns <= at_ns <= facts.wall_ns + _PULSE_NS else None
 
 
 def _is_behind(pulse: wire.Pulse, first: wire.Pulse) -> bool:

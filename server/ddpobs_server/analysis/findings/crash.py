@@ -6,10 +6,13 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from ddpobs import wire
 from ddpobs.shared.hang_verdict import Hang
 from ddpobs.shared.words import format_bucket, format_ranks
 from ddpobs.wire.endings import delay_ns, end_of_event
+from ddpobs.wire.facts import EndFacts, facts_of
 from ddpobs_server.analysis.causes.waited_for import bucket_parameters, waited_for
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding
@@ -52,10 +55,10 @@ class CrashFacts(Facts):
     """
 
     kind: str
-    error: wire.Scalar | None
-    signal: wire.Scalar | None
-    exit_status: wire.Scalar | None
-    traceback: wire.Scalar | None
+    error: str | None
+    signal: str | None
+    exit_status: int | None
+    traceback: str | None
     host: str | None
     module: int
     victims: dict[int, str]
@@ -71,13 +74,13 @@ class End:
     rank: int
     kind: str
     step: int
-    detail: dict[str, wire.Scalar]
+    facts: EndFacts
     delay_ns: int = 0
 
     @property
     def wall_ns(self) -> int:
         """Time of the end on the rank's wall clock."""
-        return int(self.detail.get("wall_ns") or 0)
+        return self.facts.wall_ns
 
     @property
     def reason(self) -> str:
@@ -85,10 +88,10 @@ class End:
         if self.kind == "failed":
             return _error(self)
         if self.kind == "terminated":
-            return f"terminated by {self.detail.get('signal') or 'a signal'}"
+            return f"terminated by {self.facts.signal or 'a signal'}"
         if self.kind == "interrupted":
             return f"interrupted {_place(self)}"
-        if _integer(self, "oom_kills") > 0:
+        if self.facts.oom_kills:
             return "killed: its host ran out of memory"
         if self.exit_text:
             return self.exit_text
@@ -97,9 +100,9 @@ class End:
     @property
     def exit_text(self) -> str:
         """How the process of a rank that died ended, if its parent recorded it; else empty."""
-        if signal := self.detail.get("signal"):
-            return f"killed by {signal}"
-        status = self.detail.get("exit_status")
+        if self.facts.signal:
+            return f"killed by {self.facts.signal}"
+        status = self.facts.exit_status
         return "" if status is None else f"ended with exit status {status} and without an error"
 
     @property
@@ -107,7 +110,7 @@ class End:
         """Whether the end only shows that another rank, or the launcher, ended first."""
         if self.kind == "terminated":
             return True
-        error, message = (str(self.detail.get(name, "")) for name in ("error", "message"))
+        error, message = self.facts.error, self.facts.message
         if self.kind != "failed" or not _OF_COMMUNICATION.fullmatch(error) or message.startswith(_OWN):
             return False
         return _CONSEQUENCE.search(f"{error} {message}") is not None
@@ -115,7 +118,7 @@ class End:
     @property
     def may_have_given_up(self) -> bool:
         """Whether the rank may have ended because another did not come: NCCL aborts a process after a timeout."""
-        return self.is_consequence or (self.kind == "died" and self.detail.get("signal") == "SIGABRT")
+        return self.is_consequence or (self.kind == "died" and self.facts.signal == "SIGABRT")
 
 
 def crash(evidence: Evidence) -> Judgement:
@@ -127,7 +130,7 @@ def crash(evidence: Evidence) -> Judgement:
     if (hang := hang_before(evidence)) is not None:
         return [_gave_up(evidence, ends, hang)]
     victims = sorted({end.rank for end in ends if end.rank != first.rank})
-    module, bucket = _integer(first, "module"), _integer(first, "bucket")
+    module, bucket = first.facts.module, first.facts.bucket
     return [
         Finding(
             code="crash",
@@ -140,7 +143,7 @@ def crash(evidence: Evidence) -> Judgement:
             steps=(first.step, first.step),
             ranks=[first.rank],
             buckets=[bucket] if bucket != wire.UNKNOWN else [],
-            phase=str(first.detail["phase"]) if first.detail.get("phase") in wire.PHASES else None,
+            phase=first.facts.phase if first.facts.phase in wire.PHASES else None,
             evidence=_facts(evidence, first, victims, ends),
         )
     ]
@@ -201,12 +204,13 @@ def ends_of(events: Iterable[tuple[int, wire.Event]]) -> list[End]:
     events = list(events)
     kinds = {id(event): kind for _, event in events if (kind := end_of_event(event)) not in (None, "finished")}
     events = [(rank, event) for rank, event in events if id(event) in kinds]
-    exits = {rank: _exit(event) for rank, event in events if event.kind == "died" and _exit(event)}
+    exits = {rank: known for rank, event in events if event.kind == "died" and (known := _exit(event))}
     ends = []
     for rank, event in events:
         # Several processes may report a death, and only some of them after the parent has seen its end.
         seen = exits.get(rank, {}) if event.kind == "died" else {}
-        ends.append(End(rank, kinds[id(event)], event.step, event.detail | seen, delay_ns(event)))
+        facts = msgspec.structs.replace(facts_of(event, EndFacts), **seen)
+        ends.append(End(rank, kinds[id(event)], event.step, facts, delay_ns(event)))
     ends.sort(key=lambda end: (end.is_consequence, end.wall_ns, end.rank))
     failures = [end.wall_ns + end.delay_ns for end in ends if end.kind in ("failed", "died")]
     causes = [end for end in ends if end.kind == "interrupted" and end.wall_ns <= min(failures, default=end.wall_ns)]
@@ -215,8 +219,10 @@ def ends_of(events: Iterable[tuple[int, wire.Event]]) -> list[End]:
     return [end for end in ends if end.kind != "interrupted"] + [end for end in ends if end.kind == "interrupted"]
 
 
-def _exit(event: wire.Event) -> dict[str, wire.Scalar]:
-    return {name: event.detail[name] for name in ("signal", "exit_status") if name in event.detail}
+def _exit(event: wire.Event) -> dict[str, str | int]:
+    facts = facts_of(event, EndFacts)
+    known = {"signal": facts.signal or None, "exit_status": facts.exit_status}
+    return {name: value for name, value in known.items() if value is not None}
 
 
 def _bucket(module: int, bucket: int) -> str:
@@ -229,32 +235,32 @@ def _end(first: End) -> str:
     if first.kind == "terminated":
         return "was terminated"
     if first.kind == "died":
-        is_killed = first.detail.get("signal") or _integer(first, "oom_kills") > 0
+        is_killed = first.facts.signal or first.facts.oom_kills
         return "was killed" if is_killed else "ended without an error"
     return "lost its connection" if first.is_consequence else "failed"
 
 
 def _cause(first: End) -> str:
     if first.kind == "terminated":
-        return str(first.detail.get("signal") or "a signal")
+        return first.facts.signal or "a signal"
     if first.kind != "died":
         unknown = "not known: no rank reported an error of its own, this one " if first.is_consequence else ""
         return f"{unknown}{_error(first)}"
-    if _integer(first, "oom_kills") > 0:
+    if first.facts.oom_kills:
         return "its host ran out of memory"
-    if signal := first.detail.get("signal"):
-        return str(signal)
-    status = first.detail.get("exit_status")
+    if first.facts.signal:
+        return first.facts.signal
+    status = first.facts.exit_status
     return f"exit status {status}" if status is not None else "not known: it was killed, or crashed outside of Python"
 
 
 def _place(end: End) -> str:
-    phase = str(end.detail.get("phase") or "").replace("exposed_comm", "exposed communication")
+    phase = end.facts.phase.replace("exposed_comm", "exposed communication")
     return f"in {phase} of step {end.step}" if phase else f"in step {end.step}"
 
 
 def _error(end: End) -> str:
-    error, message = str(end.detail.get("error") or "an error"), str(end.detail.get("message") or "")
+    error, message = end.facts.error or "an error", end.facts.message
     message = message.splitlines()[0] if message else ""
     return f"{error}: {message}"[:300] if message else error
 
@@ -272,16 +278,11 @@ def _remedy(first: End, *, is_one_host: bool) -> str:
 def _facts(evidence: Evidence, first: End, victims: list[int], ends: list[End]) -> CrashFacts:
     return CrashFacts(
         kind=first.kind,
-        error=first.detail.get("error"),
-        signal=first.detail.get("signal"),
-        exit_status=first.detail.get("exit_status"),
-        traceback=first.detail.get("traceback"),
+        error=first.facts.error or None,
+        signal=first.facts.signal or None,
+        exit_status=first.facts.exit_status,
+        traceback=first.facts.traceback or None,
         host=evidence.hosts.get(first.rank),
-        module=_integer(first, "module"),
+        module=first.facts.module,
         victims={end.rank: _error(end) if end.kind == "failed" else end.kind for end in ends if end.rank in victims},
     )
-
-
-def _integer(end: End, name: str) -> int:
-    value = end.detail.get(name)
-    return value if isinstance(value, int) else wire.UNKNOWN

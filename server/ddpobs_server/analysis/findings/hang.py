@@ -8,6 +8,7 @@ from functools import cache, partial
 from ddpobs import wire
 from ddpobs.shared.hang_verdict import Hang, RankState, judge
 from ddpobs.shared.words import format_ranks
+from ddpobs.wire.facts import StuckFacts, facts_of
 from ddpobs_server.analysis.causes.waited_for import bucket_parameters, spanned_ns
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding
@@ -61,12 +62,7 @@ def hang(evidence: Evidence) -> Judgement:
 
 def rank_states(evidence: Evidence) -> list[RankState]:
     """One state per rank of the world, from the latest pulses."""
-    processes = {
-        int(rank): state
-        for pulse in evidence.pulses.values()
-        for rank, state in pulse.processes.items()
-        if rank.isdecimal()
-    }
+    processes = {rank: state for pulse in evidence.pulses.values() for rank, state in pulse.process_states.items()}
     return [
         RankState(
             rank=rank,
@@ -138,27 +134,27 @@ def _past(evidence: Evidence) -> Judgement:
     if stuck and hang_before(evidence) is not None:
         first_ns = ends_of(evidence.events)[0].wall_ns
         stuck = [(rank, event) for rank, event in stuck if spanned_ns(event, first_ns) is None]
-    ended = [(rank, event) for rank, event in stuck if event.detail.get("outcome") == "ended"]
+    ended = [(rank, event) for rank, event in stuck if _of(event).outcome == "ended"]
     went_on = [item for item in stuck if item not in ended]
     return [_longest(part, evidence, is_over=part is went_on) for part in (ended, went_on) if part]
 
 
 def _began_after(interrupt: End | None, event: wire.Event) -> bool:
     """Whether the rank became stuck only after the run was interrupted: it waited for the interrupted rank."""
-    wall_ns, patience_ns = event.detail.get("wall_ns"), event.detail.get("patience_ns")
-    if interrupt is None or not isinstance(wall_ns, int) or not isinstance(patience_ns, int):
+    facts = _of(event)
+    if interrupt is None or facts.wall_ns is None or facts.patience_ns is None:
         return False
-    return wall_ns - _length_ns(event) + patience_ns > interrupt.wall_ns
+    return facts.wall_ns - facts.idle_ns + facts.patience_ns > interrupt.wall_ns
 
 
 def _longest(stuck: _Stuck, evidence: Evidence, *, is_over: bool) -> Finding:
     """The longest of these hangs, with the ranks that did not wait for others."""
-    named = [(rank, event) for rank, event in stuck if event.detail.get("activity") not in _WAITS] or stuck
-    rank, event = max(named, key=lambda item: _length_ns(item[1]))
+    named = [(rank, event) for rank, event in stuck if _of(event).activity not in _WAITS] or stuck
+    rank, event = max(named, key=lambda item: _of(item[1]).idle_ns)
     steps = [stuck_event.step for _, stuck_event in named] if is_over else [event.step]
-    place = f" ({event.detail['place']})" if event.detail.get("place") else ""
-    activity = event.detail.get("activity")
-    activity = "its own code" if activity == "code" else activity
+    facts = _of(event)
+    place = f" ({facts.place})" if facts.place else ""
+    activity = "its own code" if facts.activity in ("code", "") else facts.activity
     does = f"was in {activity}{place}" if activity not in _WAITS else _waited(event)
     step = f"step {event.step}"
     return Finding(
@@ -167,14 +163,14 @@ def _longest(stuck: _Stuck, evidence: Evidence, *, is_over: bool) -> Finding:
         verdict=f"The run stood still in {step} and went on"
         if is_over
         else f"The run hung in {step} until it was ended",
-        measure=f"no progress for {_length_ns(event) / 1e9:.0f} s",
+        measure=f"no progress for {facts.idle_ns / 1e9:.0f} s",
         cause=f"{format_ranks([rank])} {does}{_waiting(stuck, named)}",
         where=evidence.where(_ranks(named)),
         remedy="Look at the line above. The next run that hangs shows its stacks with `ddpobs stacks`.",
         steps=(min(steps), max(steps)),
         ranks=_ranks(named),
         evidence=HangFacts(
-            kind="over" if is_over else "ended", length_ns=_length_ns(event), times=len(steps) if is_over else None
+            kind="over" if is_over else "ended", length_ns=facts.idle_ns, times=len(steps) if is_over else None
         ),
     )
 
@@ -188,14 +184,14 @@ def _waiting(stuck: _Stuck, named: _Stuck) -> str:
 
 
 def _waited(event: wire.Event) -> str:
-    if event.detail.get("activity") == "bucket":
+    if _of(event).activity == "bucket":
         return "waited in a bucket's reduction"
-    return f"waited in {event.detail.get('waits_in') or 'a collective'}"
+    return f"waited in {_of(event).waits_in or 'a collective'}"
 
 
 def _ranks(stuck: _Stuck) -> list[int]:
     return sorted({rank for rank, _ in stuck})
 
 
-def _length_ns(event: wire.Event) -> int:
-    return int(event.detail.get("idle_ns") or 0)
+def _of(event: wire.Event) -> StuckFacts:
+    return facts_of(event, StuckFacts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddpobs import wire
+from ddpobs.wire.facts import SamplerFacts, facts_of
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding
 
@@ -16,14 +16,14 @@ class EpochNotSetFacts(Facts):
     """The sampler that repeats its order.
 
     Attributes:
-        sampler: Class of the sampler; None if it is not known.
-        dataset: Class of its dataset; None if it is not known.
-        epoch: Epoch at which it stays; None if it is not known.
+        sampler: Class of the sampler; `unknown` if it is not known.
+        dataset: Class of its dataset; `unknown` if it is not known.
+        epoch: Epoch at which it stays; 0 if it is not known.
     """
 
-    sampler: wire.Scalar
-    dataset: wire.Scalar
-    epoch: wire.Scalar
+    sampler: str
+    dataset: str
+    epoch: int
 
 
 FACTS = (EpochNotSetFacts,)
@@ -35,8 +35,8 @@ def epoch_not_set(evidence: Evidence) -> Judgement:
     if not records:
         return []
     first = min((event for _, event in records), key=lambda event: event.step)
-    sampler, dataset = (first.detail.get(name, "unknown") for name in ("sampler", "dataset"))
-    epoch = first.detail.get("epoch", 0)
+    facts = facts_of(first, SamplerFacts)
+    sampler, dataset, epoch = facts.sampler, facts.dataset, facts.epoch
     return [
         Finding(
             code="epoch-not-set",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ddpobs import wire
 from ddpobs.shared.words import format_ranks
+from ddpobs.wire import facts as wire_facts
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, first_names
 
@@ -31,15 +33,15 @@ FACTS = (NotReducedFacts,)
 
 def not_reduced(evidence: Evidence) -> Judgement:
     """Report gradients that each rank applied by itself: the replicas train apart, without an error."""
-    found = [(rank, event) for rank, event in evidence.events if event.kind == "not_reduced"]
-    never = [(rank, event) for rank, event in evidence.events if event.kind == "never_synchronised"]
+    found = [(rank, event, _of(event)) for rank, event in evidence.events if event.kind == "not_reduced"]
+    never = [(rank, _of(event)) for rank, event in evidence.events if event.kind == "never_synchronised"]
     findings = []
-    for reason in dict.fromkeys(str(event.detail.get("reason")) for _, event in found):
-        reported = [(rank, event) for rank, event in found if event.detail.get("reason") == reason]
-        names = [name for name in str(reported[0][1].detail.get("parameters") or "").split(", ") if name]
-        count = max(int(event.detail.get("count") or 0) for _, event in reported)
-        step = min(event.step for _, event in reported)
-        ranks = sorted({rank for rank, _ in reported})
+    for reason in dict.fromkeys(facts.reason for _, _, facts in found):
+        reported = [(rank, event, facts) for rank, event, facts in found if facts.reason == reason]
+        names = [name for name in reported[0][2].parameters.split(", ") if name]
+        count = max(facts.count for _, _, facts in reported)
+        step = min(event.step for _, event, _ in reported)
+        ranks = sorted({rank for rank, _, _ in reported})
         findings.append(
             Finding(
                 code="not-reduced",
@@ -50,7 +52,7 @@ def not_reduced(evidence: Evidence) -> Judgement:
                 cause=_WHY.get(reason, _WHY["unsynchronised"]),
                 where=evidence.where(ranks, first_names(names, count)),
                 remedy=_REMEDY.get(reason, _REMEDY["unsynchronised"]),
-                steps=(step, max(event.step for _, event in reported)),
+                steps=(step, max(event.step for _, event, _ in reported)),
                 ranks=ranks,
                 parameters=names,
                 evidence=NotReducedFacts(reason, count=count),
@@ -58,7 +60,7 @@ def not_reduced(evidence: Evidence) -> Judgement:
         )
     if never and not found:
         ranks = sorted({rank for rank, _ in never})
-        steps = max(int(event.detail.get("optimizer_steps") or 0) for _, event in never)
+        steps = max(facts.optimizer_steps for _, facts in never)
         findings.append(
             Finding(
                 code="not-reduced",
@@ -74,6 +76,10 @@ def not_reduced(evidence: Evidence) -> Judgement:
             )
         )
     return findings
+
+
+def _of(event: wire.Event) -> wire_facts.NotReducedFacts:
+    return wire_facts.facts_of(event, wire_facts.NotReducedFacts)
 
 
 _WHY = {

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.wire.facts import PipelineFacts, facts_of
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
 EVENT = "pipeline"
@@ -57,7 +58,7 @@ def stages_of(events: Iterable[tuple[int, wire.Event]]) -> list[Stage]:
     """
     replicas: dict[tuple[str, int, int, tuple[int, ...]], set[int]] = {}
     for rank, event in events:
-        if event.kind == EVENT and (facts := _facts(event.detail)) is not None:
+        if event.kind == EVENT and (facts := _facts(event)) is not None:
             replicas.setdefault(facts, set()).add(rank)
     found = [
         Stage(schedule, stages, held, micro_batches, tuple(sorted(ranks)))
@@ -65,18 +66,16 @@ def stages_of(events: Iterable[tuple[int, wire.Event]]) -> list[Stage]:
     ]
     found.sort(key=lambda stage: stage.held)
     held = sorted(index for stage in found for index in stage.held)
-    return found if len(found) > 1 and held == list(range(found[0].stages)) else []
+    is_whole = len(found) > 1 and len(held) == found[0].stages and held == list(range(len(held)))
+    return found if is_whole else []
 
 
-def _facts(detail: dict[str, wire.Scalar]) -> tuple[str, int, int, tuple[int, ...]] | None:
-    """Return schedule, stages, micro-batches and held stages; None if a client sent something else."""
-    schedule, stages, micro_batches = (detail.get(name) for name in ("schedule", "stages", "micro_batches"))
-    held = str(detail.get("held")).split(",")
-    if not (isinstance(schedule, str) and isinstance(stages, int) and isinstance(micro_batches, int)):
+def _facts(event: wire.Event) -> tuple[str, int, int, tuple[int, ...]] | None:
+    """Return schedule, stages, micro-batches and held stages; None if they do not describe a schedule."""
+    facts = facts_of(event, PipelineFacts)
+    if facts.micro_batches < 1 or not facts.held:
         return None
-    if micro_batches < 1 or not all(index.isdecimal() for index in held):
-        return None
-    return schedule, stages, micro_batches, tuple(map(int, held))
+    return facts.schedule, facts.stages, facts.micro_batches, facts.held_stages
 
 
 def expected_bubble(stages: Sequence[Stage]) -> float | None:

@@ -9,6 +9,7 @@ import msgspec
 from sqlalchemy import CTE, ColumnElement, Connection, and_, case, func, select
 
 from ddpobs import wire
+from ddpobs.wire.facts import EndFacts, facts_of
 from ddpobs_server.store import schema
 from ddpobs_server.store.database.sql import float_sum
 from ddpobs_server.store.rows import PeerTotal, Rollup
@@ -153,8 +154,8 @@ def within_bytes(rows: Iterable[Any], limit_bytes: int) -> Iterator[Any]:
 
 def rank_of(event: wire.Event, sender: int) -> int:
     """Rank that an event is about: the sender's, or the rank whose death it reports."""
-    rank = event.detail.get("rank")
-    return rank if event.kind == "died" and type(rank) is int else sender
+    rank = facts_of(event, EndFacts).rank if event.kind == "died" else None
+    return sender if rank is None else rank
 
 
 def is_read(kind: Any, number: Any) -> Any:
