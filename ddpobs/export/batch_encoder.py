@@ -13,6 +13,7 @@ import torch
 import ddpobs
 from ddpobs import wire
 from ddpobs.export.identity import Envelope
+from ddpobs.shared.processors import format_processors
 from ddpobs.steps.raw_step import RawStep
 from ddpobs.steps.step_columns import RawSteps
 from ddpobs.steps.summary import Summariser, Summary
@@ -128,9 +129,7 @@ def describe_process(device: torch.device, backend: str, settings: Mapping[str, 
 def _processors() -> str:
     """Return the processors that this process may use, as ranges: `0-3,8`."""
     try:
-        numbers = sorted(os.sched_getaffinity(0))
+        numbers = os.sched_getaffinity(0)
     except (AttributeError, OSError):  # Only Linux has it.
-        numbers = list(range(os.cpu_count() or 0))
-    begins = [number for number in numbers if number - 1 not in numbers]
-    ends = [number for number in numbers if number + 1 not in numbers]
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))
+        numbers = set(range(os.cpu_count() or 0))
+    return format_processors(numbers)

@@ -63,7 +63,11 @@ class Observation:
         self._loaders = LoaderHooks(journal, event)
         self._samples = CodeSamples(journal, config.traceback)
         self._device = watch_device(device, config.pulse_s)
-        self._machine = MachineState(counters.quota, self._device.state if self._device else dict[str, Any])
+        self._machine = MachineState(
+            counters.quota,
+            self._device.state if self._device else dict[str, Any],
+            training_thread=lambda: journal.thread.ident_or_main,
+        )
         self.pipelines = PipelineHooks(journal, event)
         self.unreduced = UnreducedGradients(journal, event)
         self.pulses = Pulses(

@@ -24,6 +24,8 @@ class Machine(Record, frozen=True, kw_only=True):
 
     Attributes:
         processors: Number of processors that this process may use.
+        allowed: Processors that the training thread may use, as ranges such as `0-3,8`; empty if not reported.
+        host_processors: Number of the host's processors.
         process_permille: Processor time of this process; 1,000 is one processor.
         busy_permille: Part of the host's processor time that was in use.
         steal_permille: Part of the host's processor time that its hypervisor gave to other guests.
@@ -42,6 +44,8 @@ class Machine(Record, frozen=True, kw_only=True):
     """
 
     processors: CountOrUnknown = UNKNOWN
+    allowed: Name = ""
+    host_processors: CountOrUnknown = UNKNOWN
     process_permille: CountOrUnknown = UNKNOWN
     busy_permille: CountOrUnknown = UNKNOWN
     steal_permille: CountOrUnknown = UNKNOWN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.finding import Finding
 from ddpobs_server.analysis.findings.input_bound import input_bound
 from ddpobs_server.analysis.findings.other_bound import other_bound
+from ddpobs_server.analysis.findings.processor_bound import ProcessorBoundFacts, processor_bound
 
 from benchmarks.causes import evidence_of
 from benchmarks.faults.launch import ranks_of
@@ -78,6 +80,17 @@ def test_without_texts_the_place_is_not_sent(tmp_path: Path) -> None:
     assert all(place.place == place.calls == "" for pulse in evidence.pulses.values() for place in pulse.code)
     (finding,) = findings_of(evidence)
     assert "not known" in finding.title
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="ranks on one processor cannot have more")
+def test_ranks_on_one_processor_wait_for_it_together(tmp_path: Path) -> None:
+    evidence = evidence_from("one-processor", tmp_path)
+    (finding,) = processor_bound(evidence)
+    assert isinstance(finding, Finding)
+    assert isinstance(finding.evidence, ProcessorBoundFacts)
+    assert (finding.ranks, finding.evidence.cause) == ([0, 1], "allowed")
+    assert finding.verdict.startswith("All ranks wait for a processor")
+    assert finding.cause.startswith("ranks 0 and 1 may use processor ")
 
 
 def test_a_healthy_run_has_no_finding(tmp_path: Path) -> None:

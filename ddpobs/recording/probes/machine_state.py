@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import msgspec
 
 from ddpobs.recording.probes.cpu_quota import CpuQuota
+from ddpobs.shared.processors import format_processors
 from ddpobs.wire import UNKNOWN, Machine
 
 _IDLE, _IO_WAIT, _STEAL = 3, 4, 7
 """Positions in the first line of /proc/stat (proc_stat(5))."""
+_MAX_NAME = 256
 _TIMES = 8
 """Times of that line that add up to the whole; guests' are part of others."""
 
@@ -26,13 +30,18 @@ class MachineState:
     Args:
         quota: The control group's processor quota.
         device: Returns further fields of `wire.Machine`, those of the device.
+        training_thread: Returns the identifier of the training thread.
         proc: The proc file system.
     """
 
     def __init__(
-        self, quota: CpuQuota, device: Callable[[], dict[str, Any]] = dict, proc: Path = Path("/proc")
+        self,
+        quota: CpuQuota,
+        device: Callable[[], dict[str, Any]] = dict,
+        training_thread: Callable[[], int] = get_ident,
+        proc: Path = Path("/proc"),
     ) -> None:
-        self._quota, self._device, self._proc = quota, device, proc
+        self._quota, self._device, self._training_thread, self._proc = quota, device, training_thread, proc
         self._processors: list[int] = []
         """Ticks of all processors by use, at the previous look."""
         self._process: tuple[int, int] | None = None
@@ -41,7 +50,15 @@ class MachineState:
     def look(self) -> Machine:
         """Read the state. A figure that cannot be read is `UNKNOWN`; never raises."""
         fields: dict[str, Any] = {"quota_permille": self._quota.permille, "throttled_ns": self._quota.throttled_ns()}
-        for read in (self._loads, self._shares, self._process_share, self._memory, self._resident, self._device):
+        for read in (
+            self._loads,
+            self._allowed,
+            self._shares,
+            self._process_share,
+            self._memory,
+            self._resident,
+            self._device,
+        ):
             with suppress(Exception):
                 fields |= read()
         try:
@@ -53,8 +70,16 @@ class MachineState:
     def _loads() -> dict[str, int]:
         return {
             "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            "host_processors": os.cpu_count() or UNKNOWN,
             "load_milli": round(1000 * os.getloadavg()[0]),
         }
+
+    def _allowed(self) -> dict[str, str]:
+        """Return the processors of the training thread; a library may set those of one thread alone."""
+        number = _native_id(self._training_thread())
+        if number is None or not hasattr(os, "sched_getaffinity"):
+            return {}
+        return {"allowed": format_processors(os.sched_getaffinity(number))[:_MAX_NAME]}
 
     def _shares(self) -> dict[str, int]:
         with (self._proc / "stat").open() as file:
@@ -95,3 +120,10 @@ class MachineState:
     def _resident(self) -> dict[str, int]:
         pages = int((self._proc / "self" / "statm").read_text().split()[1])
         return {"resident_bytes": pages * os.sysconf("SC_PAGE_SIZE")}
+
+
+def _native_id(ident: int) -> int | None:
+    """Return the kernel's number of a thread; the main thread of a forked process may have its parent's number."""
+    if ident == threading.main_thread().ident:
+        return os.getpid()
+    return next((thread.native_id for thread in threading.enumerate() if thread.ident == ident), None)

@@ -5,6 +5,7 @@ python input_cases.py CASE
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -78,6 +79,7 @@ CASES: dict[str, Any] = {
     "slow-collate": lambda: loader(Samples(), collate_fn=slow_collate),
     "quick": lambda: loader(Samples()),
     "logging": lambda: loader(Samples()),
+    "one-processor": lambda: loader(Samples()),
 }
 
 
@@ -85,7 +87,15 @@ def log_loss() -> None:
     time.sleep(WAIT_S / 2)
 
 
-AFTER_STEP = {"logging": log_loss}
+def compute() -> None:
+    """Compute on the lowest processor, as both ranks do."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    end = time.thread_time() + WAIT_S / 2
+    while time.thread_time() < end:
+        pass
+
+
+AFTER_STEP = {"logging": log_loss, "one-processor": compute}
 
 
 class Pause(nn.Module):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from ddpobs import wire
 from ddpobs.recording.probes.cpu_quota import CpuQuota
 from ddpobs.recording.probes.machine_state import MachineState
 from ddpobs.recording.probes.nvidia_device import NvidiaDevice, read_device, watch_device
+from ddpobs.shared.processors import format_processors, parse_processors
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the proc file system is Linux's")
@@ -39,6 +41,39 @@ def test_the_state_of_this_machine_is_plausible() -> None:
     assert machine.device_clock_mhz == wire.UNKNOWN
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has affinity by thread")
+def test_the_allowed_processors_are_those_of_the_training_thread_alone() -> None:
+    ready, done, lowest = threading.Event(), threading.Event(), min(os.sched_getaffinity(0))
+
+    def train() -> None:
+        os.sched_setaffinity(0, {lowest})
+        ready.set()
+        done.wait()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    ready.wait()
+    try:
+        state = MachineState(CpuQuota(), training_thread=lambda: thread.ident or 0)
+        assert state.look().allowed == str(lowest)
+    finally:
+        done.set()
+        thread.join()
+    assert parse_processors(MachineState(CpuQuota()).look().allowed) == os.sched_getaffinity(0)
+    assert state.look().allowed == ""
+
+
+@pytest.mark.parametrize(("numbers", "text"), [({3}, "3"), ({0, 1, 2, 8, 10, 11}, "0-2,8,10-11"), (set(), "")])
+def test_processors_are_written_as_ranges_and_read_again(numbers: set[int], text: str) -> None:
+    assert format_processors(numbers) == text
+    assert parse_processors(text) == numbers
+
+
+@pytest.mark.parametrize("text", ["a", "3-", "1,,2", "-1", None, 7])
+def test_any_other_text_has_no_processors(text: object) -> None:
+    assert parse_processors(text) == frozenset()
+
+
 def test_shares_are_of_the_time_since_the_previous_look(tmp_path: Path) -> None:
     state = MachineState(CpuQuota(tmp_path), proc=tmp_path)
     (tmp_path / "stat").write_text("cpu  100 0 0 100 0 0 0 0 0 0\n")
@@ -53,9 +88,9 @@ def test_nothing_is_raised_without_a_proc_file_system_or_with_a_failing_device(t
     def fails() -> dict[str, Any]:
         raise RuntimeError("the device is lost")
 
-    machine = MachineState(CpuQuota(tmp_path), fails, tmp_path).look()
+    machine = MachineState(CpuQuota(tmp_path), fails, proc=tmp_path).look()
     assert (machine.busy_permille, machine.throttled_ns) == (wire.UNKNOWN, wire.UNKNOWN)
-    odd = MachineState(CpuQuota(tmp_path), lambda: {"device_clock_mhz": "fast"}, tmp_path).look()
+    odd = MachineState(CpuQuota(tmp_path), lambda: {"device_clock_mhz": "fast"}, proc=tmp_path).look()
     assert (odd.device_clock_mhz, odd.load_milli) == (wire.UNKNOWN, wire.UNKNOWN)
 
 

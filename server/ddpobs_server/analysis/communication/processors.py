@@ -5,15 +5,14 @@ The evidence: threads that can run at once, the host's load, and waits that the 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from ddpobs import wire
+from ddpobs.shared.processors import parse_processors
 from ddpobs.shared.words import percent
 from ddpobs_server.analysis.evidence import Evidence
 
-_MOST_PROCESSORS = 4096
 _DELAYED_SHARE = 0.1
 """Share of the steps' time, ready to run without a processor, above which a rank lacks processors."""
 
@@ -87,13 +86,9 @@ def _of_host(evidence: Evidence, host: str) -> Shortage | str:
     return Shortage(facts, f"{len(hellos)} ranks with {parts} share {cores} processors of host {host}")
 
 
-def processors_of(hello: wire.Hello) -> set[int]:
-    """Return the processors that a rank may use: `0-3,8` is five of them."""
-    listed = hello.settings.get("processors")
-    if not isinstance(listed, str) or not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", listed):
-        return set()
-    ends = [part.split("-") for part in listed.split(",")]
-    return set().union(*(range(int(part[0]), min(int(part[-1]), int(part[0]) + _MOST_PROCESSORS) + 1) for part in ends))
+def processors_of(hello: wire.Hello) -> frozenset[int]:
+    """Return the processors that a rank may use at its start."""
+    return parse_processors(hello.settings.get("processors"))
 
 
 def _load(pulse: wire.Pulse) -> float:

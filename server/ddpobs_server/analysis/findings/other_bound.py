@@ -10,8 +10,10 @@ import numpy as np
 from ddpobs import wire
 from ddpobs.shared.words import percent
 from ddpobs_server.analysis.causes.code_places import Places, places_in
+from ddpobs_server.analysis.communication.processors import delayed_share
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, milliseconds, severity_of
+from ddpobs_server.analysis.findings.processor_bound import processor_bound
 from ddpobs_server.analysis.steps.phase_shares import mean_step_ns, phase_shares
 
 CODES = ("other-bound",)
@@ -47,14 +49,20 @@ def other_bound(evidence: Evidence) -> Judgement:
     if share <= OTHER_SHARE:
         return []
     step_ns = mean_step_ns(evidence.rank, evidence.steps)
-    gain = _gain(locations, share, step_ns)
+    waits_ns = (
+        step_ns * (delayed_share(evidence) or 0.0)
+        if any(isinstance(each, Finding) for each in processor_bound(evidence))
+        else 0.0
+    )
+    gain = _gain(locations, share, step_ns, waits_ns)
     return [
         Finding(
             code="other-bound",
             severity=severity_of(gain.ratio) if gain else "info",
             verdict=f"Code outside of all phases takes {percent(share)} of every step",
             measure=f"{milliseconds(share * step_ns)} of {milliseconds(step_ns)} a step on every rank",
-            cause=_cause(locations),
+            cause=_cause(locations)
+            + (f"; all code waits {milliseconds(waits_ns)} a step for a processor" if waits_ns else ""),
             remedy=_remedy(locations),
             steps=evidence.step_range,
             phase="other",
@@ -81,9 +89,10 @@ def _remedy(locations: Places) -> str:
     return "Do this work less often, on a thread, or after the next forward has been queued; or make it cheaper."
 
 
-def _gain(locations: Places, share: float, step_ns: float) -> Gain | None:
+def _gain(locations: Places, share: float, step_ns: float, waits_ns: float) -> Gain | None:
     """Return the time at the most frequent place, with the standard error of its share of the looks.
 
+    Time without a processor is not the place's own, and less of it is not known to be saved.
     The looks are taken as independent draws: a binomial proportion has the standard error sqrt(p (1 - p) / n).
     """
     if not locations.is_judged:
@@ -93,4 +102,5 @@ def _gain(locations: Places, share: float, step_ns: float) -> Gain | None:
         return None
     part = looks / locations.in_phase
     error = sqrt(part * (1 - part) / locations.in_phase) / part
-    return Gain(round(share * part * step_ns), round(share * part, 4), round(error, 4))
+    saved_ns = share * part * step_ns - waits_ns
+    return Gain(round(saved_ns), round(saved_ns / step_ns, 4), round(error, 4)) if saved_ns > 0 else None
