@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zstandard
 from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.finding import Finding
-from ddpobs_server.analysis.findings.input_bound import input_bound
+from ddpobs_server.analysis.findings.input_bound import InputBoundFacts, input_bound
 from ddpobs_server.analysis.findings.other_bound import other_bound
 from ddpobs_server.analysis.findings.processor_bound import ProcessorBoundFacts, processor_bound
 
@@ -19,6 +18,7 @@ from benchmarks.causes import evidence_of
 from benchmarks.faults.launch import ranks_of
 from ddpobs import wire
 from ddpobs.export.spool import Spool
+from tests.support.analysis.judged import facts_of, findings_in
 
 pytestmark = pytest.mark.wide
 
@@ -45,8 +45,8 @@ def evidence_from(case: str, folder: Path, **environ: str) -> Evidence:
     return replace(evidence_of(folder / "spool"), pulses=pulses)
 
 
-def findings_of(evidence: Evidence) -> list[Any]:
-    return [result for result in [*input_bound(evidence), *other_bound(evidence)] if isinstance(result, Finding)]
+def findings_of(evidence: Evidence) -> list[Finding]:
+    return findings_in([*input_bound(evidence), *other_bound(evidence)])
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def findings_of(evidence: Evidence) -> list[Any]:
 def test_slow_input_has_its_cause_and_remedy(case: str, cause: str, words: str, tmp_path: Path) -> None:
     (finding,) = findings_of(evidence_from(case, tmp_path))
     assert finding.code == "input-bound"
-    assert finding.evidence.cause == cause, finding
+    assert facts_of(InputBoundFacts, finding).cause == cause, finding
     assert words in finding.title + finding.remedy
     assert "of the steps' time" in finding.title
 

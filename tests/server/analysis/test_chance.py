@@ -5,16 +5,15 @@ from __future__ import annotations
 from itertools import permutations, product
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from ddpobs_server.analysis.slow_ranks.chance import chance_of
-
-from ddpobs import wire
 
 STEPS = 4
 """Steps of a block."""
 
 
-def permuted_chance(late: wire.Ints) -> list[float]:
+def permuted_chance(late: npt.NDArray[np.bool_]) -> list[float]:
     """Return the share of all orders of the ranks in the blocks in which any rank has as much as each rank had."""
     blocks = late.reshape(len(late) // STEPS, STEPS, -1).sum(axis=1).tolist()
     maxima = [max(map(sum, zip(*order, strict=True))) for order in product(*map(permutations, blocks))]

@@ -9,10 +9,11 @@ import pytest
 from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.finding import Gain, Interval, how_often
 from ddpobs_server.analysis.slow_ranks.describe import describe_in_turn, describe_slow_rank
-from ddpobs_server.analysis.slow_ranks.facts import RankTurn, TakingTurnsFacts
+from ddpobs_server.analysis.slow_ranks.facts import RankTurn, SlowRankFacts, TakingTurnsFacts
 from ddpobs_server.analysis.slow_ranks.lateness import largest_phases
 from ddpobs_server.analysis.slow_ranks.slow_rank import Cause, LateBucket, SlowInTurn, SlowRank
 
+from tests.support.analysis.judged import facts_of
 from tests.support.analysis.scenario import MS, columns, evidence_of, noiseless
 
 START_NS = 1_700_000_000 * 10**9
@@ -115,7 +116,8 @@ def test_a_rank_that_is_late_in_three_fifths_of_the_steps_is_slow_all_the_time(
 ) -> None:
     slow = replace(SLOW, late_share=late_share)
     assert slow.is_persistent is is_persistent
-    assert describe_slow_rank(slow, evidence, None).evidence.kind == ("persistent" if is_persistent else "intermittent")
+    facts = facts_of(SlowRankFacts, describe_slow_rank(slow, evidence, None))
+    assert facts.kind == ("persistent" if is_persistent else "intermittent")
 
 
 def test_the_phases_that_explain_four_fifths_of_an_excess_are_named_the_largest_first() -> None:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, NotJudged, by_severity, severity_of
-from ddpobs_server.analysis.findings.input_bound import input_bound
+from ddpobs_server.analysis.findings.input_bound import InputBoundFacts, input_bound
 from ddpobs_server.analysis.findings.misconfiguration import epoch_not_set
 from ddpobs_server.analysis.findings.telemetry_health import telemetry_loss
-from ddpobs_server.analysis.findings.unused_parameters import LATEST_SETS, find_unused_needless, unused_parameters
+from ddpobs_server.analysis.findings.unused_parameters import (
+    LATEST_SETS,
+    UnusedParametersFacts,
+    find_unused_needless,
+    unused_parameters,
+)
 
 from ddpobs import wire
+from tests.support.analysis.judged import facts_of, findings_in
 from tests.support.analysis.scenario import BASE_MS, MS, columns, evidence_of, own_times
 
+unused_facts = partial(facts_of, UnusedParametersFacts)
 
-def evidence(extra_ms: list[dict[str, float]], moving_ms: float = 3.0, steps: int = 40) -> Evidence:
+
+def evidence(extra_ms: Sequence[Mapping[str, float]], moving_ms: float = 3.0, steps: int = 40) -> Evidence:
     """Noiseless steps of one rank per entry: base own times plus the extra ones."""
     own = np.array([[BASE_MS[phase] + extra.get(phase, 0) for phase in wire.OWN_PHASES] for extra in extra_ms])
     return evidence_of(*columns((np.tile(own, (steps, 1, 1)) * MS).astype(np.int64), moving_ms))
@@ -30,10 +40,6 @@ def only(judgement: Judgement) -> Finding:
     return finding
 
 
-def findings_in(judgement: Judgement) -> list[Finding]:
-    return [result for result in judgement if isinstance(result, Finding)]
-
-
 def is_not_judged(judgement: Judgement) -> bool:
     return [type(result) for result in judgement] == [NotJudged]
 
@@ -42,7 +48,7 @@ def test_waiting_for_data_on_every_rank_is_input_bound() -> None:
     # 95 ms of data in a step of 168 ms.
     finding = only(input_bound(evidence([{"data": 90}, {"data": 90}])))
     assert finding.phase == "data"
-    assert finding.evidence.shares["data"] == pytest.approx(95 / 168, abs=1e-4)
+    assert facts_of(InputBoundFacts, finding).shares["data"] == pytest.approx(95 / 168, abs=1e-4)
 
 
 @pytest.mark.parametrize("steps", [20, 30, 200])
@@ -58,7 +64,7 @@ def test_workers_that_deliver_in_bursts_are_input_bound_although_most_steps_do_n
     own[::4, :, 0] += 400 * MS
     rank, rows = columns(own)
     finding = only(input_bound(replace(evidence([{}]), rank=rank, steps=rows)))
-    assert finding.evidence.shares["data"] == pytest.approx(0.5, abs=0.1)
+    assert facts_of(InputBoundFacts, finding).shares["data"] == pytest.approx(0.5, abs=0.1)
     assert "of the steps' time" in finding.title
 
 
@@ -89,7 +95,7 @@ def test_a_parameter_that_no_rank_uses_is_named_and_is_a_warning() -> None:
     )
     assert (finding.severity, finding.parameters, finding.ranks) == ("warning", ["a", "b"], [0, 1])
     assert finding.steps == (3, 39)
-    assert finding.evidence.globally == ["a", "b"]
+    assert unused_facts(finding).globally == ["a", "b"]
     assert "on every rank" in finding.cause
 
 
@@ -114,16 +120,16 @@ def alternating(steps: int, turn: int, *sets: list[str], until: int | None = Non
 @pytest.mark.parametrize("turn", [1, 100])
 def test_a_parameter_trained_in_some_steps_is_not_to_be_frozen(sets: tuple[list[str], ...], turn: int) -> None:
     finding = only(unused_parameters(alternating(6 * turn + turn // 2 + 1, turn, *sets)))
-    assert (finding.severity, finding.evidence.globally) == ("info", [])
+    assert (finding.severity, unused_facts(finding).globally) == ("info", [])
     assert "in some steps" in finding.title
     assert "find_unused_parameters=True is needed" in finding.remedy
-    assert finding.parameters == finding.evidence.sometimes == sorted(set().union(*sets))
+    assert finding.parameters == unused_facts(finding).sometimes == sorted(set().union(*sets))
 
 
 def test_parameters_that_no_step_uses_are_separated_from_parameters_that_some_steps_use() -> None:
     finding = only(unused_parameters(alternating(201, 1, ["a", "never"], ["b", "never"])))
-    assert (finding.severity, finding.evidence.globally) == ("warning", ["never"])
-    assert finding.evidence.sometimes == ["a", "b"]
+    assert (finding.severity, unused_facts(finding).globally) == ("warning", ["never"])
+    assert unused_facts(finding).sometimes == ["a", "b"]
 
 
 @pytest.mark.parametrize("per_step", [1, 4])
@@ -135,7 +141,7 @@ def test_of_many_parameters_that_take_turns_none_is_to_be_frozen(per_step: int) 
     sets = [(step, sorted(set(heads) - trained)) for step, trained in enumerate(used)][-LATEST_SETS:]
     unused = [unused_set(rank, step, names) for rank in range(2) for step, names in sets]
     finding = only(unused_parameters(replace(evidence([{}, {}], steps=200), unused=unused)))
-    assert (finding.severity, finding.evidence.globally, finding.evidence.sometimes) == ("info", [], heads)
+    assert (finding.severity, unused_facts(finding).globally, unused_facts(finding).sometimes) == ("info", [], heads)
     assert "in some steps" in finding.title
     assert "find_unused_parameters=True is needed" in finding.remedy
 
@@ -153,7 +159,7 @@ def test_parameters_that_every_rank_skips_in_some_steps_are_reported_without_ran
 
 def test_a_set_that_changed_in_the_first_steps_and_then_stayed_is_unused() -> None:
     finding = only(unused_parameters(alternating(40, 1, ["a", "b"], ["a"], [], until=8)))
-    assert (finding.severity, finding.parameters, finding.evidence.sometimes) == ("warning", ["a"], [])
+    assert (finding.severity, finding.parameters, unused_facts(finding).sometimes) == ("warning", ["a"], [])
 
 
 def test_a_set_older_than_the_latest_is_not_taken_as_valid_until_them() -> None:
@@ -161,7 +167,11 @@ def test_a_set_older_than_the_latest_is_not_taken_as_valid_until_them() -> None:
     sets = [(5, []), *((192 + turn, ["a", "b"][: 1 + turn % 2]) for turn in range(LATEST_SETS))]
     unused = [unused_set(rank, step, names) for rank in range(2) for step, names in sets]
     finding = only(unused_parameters(replace(evidence([{}, {}], steps=200), unused=unused)))
-    assert (finding.severity, finding.evidence.globally, finding.evidence.sometimes) == ("warning", ["a"], ["b"])
+    assert (finding.severity, unused_facts(finding).globally, unused_facts(finding).sometimes) == (
+        "warning",
+        ["a"],
+        ["b"],
+    )
 
 
 def test_without_records_no_parameter_is_unused() -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.finding import Finding, NotJudged
-from ddpobs_server.analysis.findings.input_bound import input_bound
+from ddpobs_server.analysis.findings.input_bound import InputBoundFacts, input_bound
 from ddpobs_server.analysis.findings.other_bound import other_bound
 
 from ddpobs import wire
+from tests.support.analysis.judged import facts_of
 from tests.support.analysis.scenario import columns, evidence_of, noiseless
+
+facts = partial(facts_of, InputBoundFacts)
 
 MS = 1_000_000
 LINE = wire.CodePlace(phase="data", place="train.py:9", looks=20)
@@ -61,7 +65,7 @@ def test_each_cause_has_its_bounds_of_the_gain(
     counts: dict[str, Any], cause: str, gain_ms: tuple[float, float]
 ) -> None:
     finding = input_finding(**(WORKERS | counts))
-    assert finding.evidence.cause == cause
+    assert facts(finding).cause == cause
     assert finding.gain is not None
     least, most = (finding.gain.step_ns * (1 + sign * finding.gain.error_ratio) / MS for sign in (-1, 1))
     assert (least, most) == pytest.approx(gain_ms, rel=0.03)
@@ -70,7 +74,7 @@ def test_each_cause_has_its_bounds_of_the_gain(
 def test_the_number_of_workers_follows_from_the_rest_of_the_step() -> None:
     # Two workers prepare a batch in 2 x 173 ms; the rest of a step takes 73 ms.
     finding = input_finding(**(WORKERS | {"workers": 2}))
-    assert finding.evidence.needed_workers == 5
+    assert facts(finding).needed_workers == 5
     assert "num_workers=5" in finding.remedy
     assert "processors" not in finding.remedy
 
@@ -90,7 +94,7 @@ def test_a_new_iterator_in_each_step_is_not_cured_by_more_workers() -> None:
 
 def test_an_own_loader_is_stated_with_its_place() -> None:
     finding = input_finding(place_with(iterates=True, calls="sleep"))
-    assert finding.evidence.cause == "own-loader"
+    assert facts(finding).cause == "own-loader"
     assert "train.py:9 (sleep)" in finding.title
     assert "pinned" not in finding.remedy
     assert "pinned" in input_finding(place_with(iterates=True, calls="to")).remedy
@@ -105,7 +109,7 @@ def test_without_counts_and_looks_the_cause_is_not_known(of_rank: wire.Pulse | N
     finding, missing = input_bound(evidence("data", 95, of_rank))
     assert isinstance(finding, Finding)
     assert isinstance(missing, NotJudged)
-    assert finding.evidence.cause == "unknown"
+    assert facts(finding).cause == "unknown"
     assert finding.gain is None
 
 
@@ -121,7 +125,7 @@ def test_copies_on_every_rank_are_input_bound_and_not_other_bound() -> None:
     run = evidence("other", 60, pulse(copies))
     (finding,) = input_bound(run)
     assert isinstance(finding, Finding)
-    assert (finding.evidence.cause, finding.phase, finding.gain) == ("copy", "other", None)
+    assert (facts(finding).cause, finding.phase, finding.gain) == ("copy", "other", None)
     assert "non_blocking" in finding.remedy
     assert other_bound(run) == []
 

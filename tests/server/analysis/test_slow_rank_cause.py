@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from ddpobs_server.analysis.finding import Finding
 from ddpobs_server.analysis.findings.straggler import straggler
+from ddpobs_server.analysis.slow_ranks.facts import SlowRankFacts
 
 from ddpobs import wire
+from tests.support.analysis.judged import facts_of, findings_in, only
 from tests.support.analysis.scenario import (
     BASE_MS,
     MS,
@@ -21,6 +24,8 @@ from tests.support.analysis.scenario import (
     own_times,
     with_columns,
 )
+
+facts = partial(facts_of, SlowRankFacts)
 
 STEPS, DELAY_MS = 200, 40
 BACKWARD = np.array([phase == "backward" for phase in wire.OWN_PHASES])
@@ -55,9 +60,13 @@ def judged(
     changed = {name: flat(values) for name, values in changed.items()}
     changed |= dict.fromkeys(unknown, np.full(len(rank), wire.UNKNOWN))
     pulses = {number: pulse(1900) for number in range(ranks)}
-    (finding,) = straggler(evidence_of(rank, with_columns(steps, **changed), pulses=pulses))
-    assert isinstance(finding, Finding)
-    return finding
+    return only(straggler(evidence_of(rank, with_columns(steps, **changed), pulses=pulses)))
+
+
+def cause_ns(finding: Finding) -> dict[str, int]:
+    by_cause = facts(finding).cause_ns
+    assert by_cause is not None
+    return by_cause
 
 
 def pulse(clock_mhz: int, slowdowns: list[str] | None = None) -> wire.Pulse:
@@ -79,20 +88,22 @@ def pulse(clock_mhz: int, slowdowns: list[str] | None = None) -> wire.Pulse:
     ],
 )
 def test_the_cause_is_stated_with_its_share_and_its_remedy(
-    cause: str, rank_1: dict[str, float], words: str, remedy: str, *, share: float, ranks: int
+    cause: str, rank_1: dict[str, Any], words: str, remedy: str, *, share: float, ranks: int
 ) -> None:
     finding = judged(ranks, share, **rank_1)
-    assert (finding.ranks, finding.evidence.cause) == ([1], cause)
-    assert 0.85 <= finding.evidence.cause_share <= 1
+    assert (finding.ranks, facts(finding).cause) == ([1], cause)
+    share_of_cause = facts(finding).cause_share
+    assert share_of_cause is not None
+    assert 0.85 <= share_of_cause <= 1
     assert words in finding.cause
     assert remedy in finding.remedy
-    assert sum(finding.evidence.cause_ns.values()) == pytest.approx(DELAY_MS * MS, rel=0.1)
+    assert sum(cause_ns(finding).values()) == pytest.approx(DELAY_MS * MS, rel=0.1)
 
 
 def test_the_largest_of_several_causes_is_stated_and_the_others_have_their_parts() -> None:
     finding = judged(run_delay_ns=22, running_ns=18, collecting_ns=12)
-    parts_ms = {name: ns / MS for name, ns in finding.evidence.cause_ns.items()}
-    assert finding.evidence.cause == "preempted"
+    parts_ms = {name: ns / MS for name, ns in cause_ns(finding).items()}
+    assert facts(finding).cause == "preempted"
     assert parts_ms["preempted"] == pytest.approx(22, rel=0.1)
     assert parts_ms["collecting-garbage"] == pytest.approx(12, rel=0.1)
     assert parts_ms["own-work"] == pytest.approx(6, abs=3)
@@ -100,39 +111,39 @@ def test_the_largest_of_several_causes_is_stated_and_the_others_have_their_parts
 
 def test_throttling_summed_over_many_processors_does_not_hide_another_cause() -> None:
     finding = judged(run_delay_ns=8, throttled_ns=200, running_ns=32, collecting_ns=30)
-    assert finding.evidence.cause == "collecting-garbage"
-    assert finding.evidence.cause_ns["throttled"] == pytest.approx(8 * MS, rel=0.05)
+    assert facts(finding).cause == "collecting-garbage"
+    assert cause_ns(finding)["throttled"] == pytest.approx(8 * MS, rel=0.05)
 
 
 def test_run_delay_of_all_ranks_alike_is_no_cause() -> None:
     finding = judged(running_ns=40)
-    assert finding.evidence.cause_ns["preempted"] < MS
+    assert cause_ns(finding)["preempted"] < MS
 
 
 def test_more_work_on_a_busy_host_is_not_taken_for_preemption() -> None:
     plain_ms = sum(BASE_MS.values())
     finding = judged(usual_ms=2 * plain_ms, running_ns=14, run_delay_ns=26)
-    assert finding.evidence.cause == "own-work"
+    assert facts(finding).cause == "own-work"
     finding = judged(usual_ms=2 * plain_ms, run_delay_ns=38)
-    assert finding.evidence.cause == "preempted"
+    assert facts(finding).cause == "preempted"
 
 
 def test_a_few_page_faults_do_not_explain_a_long_wait() -> None:
     finding = judged(major_faults=0.4)
-    assert finding.evidence.cause == "own-work"
+    assert facts(finding).cause == "own-work"
 
 
 @pytest.mark.parametrize("absent", ["running_ns", "run_delay_ns"])
 def test_without_the_threads_schedule_the_cause_is_not_known_and_the_finding_says_so(absent: str) -> None:
     finding = judged(unknown=(absent,))
-    assert finding.evidence.cause is None
-    assert absent in finding.evidence.cause_unknown
+    assert facts(finding).cause is None
+    assert absent in str(facts(finding).cause_unknown)
     assert finding.cause.startswith(f"not known, because {absent} of rank 1")
 
 
 def test_counters_that_are_not_recorded_are_named() -> None:
     finding = judged(unknown=("throttled_ns",), running_ns=40)
-    assert finding.evidence.not_recorded == ["throttled_ns"]
+    assert facts(finding).not_recorded == ["throttled_ns"]
     assert "throttled_ns not recorded" in finding.cause
 
 
@@ -141,9 +152,8 @@ def test_a_device_with_a_lowered_clock_is_the_cause_that_no_counter_shows() -> N
     rank, steps = columns(own)
     steps = with_columns(steps, running_ns=np.full(len(rank), MS))
     pulses = {number: pulse(1900) for number in range(4)} | {1: pulse(1100, ["hw_thermal"])}
-    (finding,) = straggler(evidence_of(rank, steps, pulses=pulses))
-    assert isinstance(finding, Finding)
-    assert (finding.evidence.cause, finding.evidence.cause_share) == ("throttled", None)
+    finding = only(straggler(evidence_of(rank, steps, pulses=pulses)))
+    assert (facts(finding).cause, facts(finding).cause_share) == ("throttled", None)
     assert "1100 MHz (hw_thermal), the others' 1900 MHz" in finding.cause
     assert "cooling" in finding.remedy
 
@@ -157,17 +167,17 @@ def test_a_small_delay_is_seen_without_the_time_in_the_run_queue(delay_ms: int) 
     own = (plain + queued[:, :, None] * BACKWARD).astype(np.int64)
     rank, steps = columns(own)
     counters = {"running_ns": flat(plain.sum(axis=2).astype(np.int64)), "run_delay_ns": flat(queued)}
-    findings = [f for f in straggler(evidence_of(rank, with_columns(steps, **counters))) if isinstance(f, Finding)]
+    findings = findings_in(straggler(evidence_of(rank, with_columns(steps, **counters))))
     if not delay_ms:
         assert findings == []
         return
     (finding,) = findings
     assert (finding.ranks, finding.phase, finding.severity) == ([1], "backward", "info")
-    assert finding.evidence.excess_ns == pytest.approx(delay_ms * MS, rel=0.1)
-    assert (finding.evidence.cause, finding.evidence.cause_ns["preempted"]) == ("own-work", 0)
+    assert facts(finding).excess_ns == pytest.approx(delay_ms * MS, rel=0.1)
+    assert (facts(finding).cause, cause_ns(finding)["preempted"]) == ("own-work", 0)
     assert "without time in the run queue" in finding.measure
 
 
 def test_no_other_rank_is_slow_where_the_run_queue_is_counted_too_long() -> None:
     finding = judged(ranks=2, run_delay_ns=46)  # Of a delay of 40 ms.
-    assert (finding.ranks, finding.evidence.cause) == ([1], "preempted")
+    assert (finding.ranks, facts(finding).cause) == ([1], "preempted")

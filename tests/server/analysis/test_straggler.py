@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from ddpobs_server.analysis.evidence import Judgement
 from ddpobs_server.analysis.finding import Finding, NotJudged
 from ddpobs_server.analysis.findings.straggler import straggler
+from ddpobs_server.analysis.slow_ranks.facts import SlowRankFacts
 
 from ddpobs import wire
+from tests.support.analysis.judged import facts_of, findings_in, only
 from tests.support.analysis.scenario import MS, Slow, columns, evidence_of, noiseless, own_times, with_columns
+
+facts = partial(facts_of, SlowRankFacts)
 
 SEEDS = 60
 FALSE_ALARMS = 0.05
@@ -21,9 +27,9 @@ def judge(rank: wire.Ints, steps: wire.Steps) -> Judgement:
 
 
 def findings_of(own: wire.Ints) -> list[Finding]:
-    results = judge(*columns(own))
-    assert not any(isinstance(result, NotJudged) for result in results)
-    return list(results)  # type: ignore[arg-type]
+    judgement = judge(*columns(own))
+    assert not any(isinstance(result, NotJudged) for result in judgement)
+    return findings_in(judgement)
 
 
 @pytest.mark.parametrize("collectives", [32, 200])
@@ -60,13 +66,13 @@ def test_a_rank_that_takes_long_in_every_seventh_step_is_named_from_eight_such_s
     own = noiseless({}, steps=60, ranks=2)
     own[first::7, 0, wire.OWN_PHASES.index("forward")] += 120 * MS
     (finding,) = findings_of(own)
-    assert (finding.ranks, finding.phase, finding.evidence.kind) == ([0], "forward", "intermittent")
+    assert (finding.ranks, finding.phase, facts(finding).kind) == ([0], "forward", "intermittent")
 
 
 def test_a_rank_slow_in_some_steps_is_intermittent_and_its_share_is_reported() -> None:
     (finding,) = findings_of(own_times(200, 4, seed=0, slow=(Slow(2, "data", 80, share=0.25),)))
-    assert (finding.ranks, finding.phase, finding.evidence.kind) == ([2], "data", "intermittent")
-    assert 0.2 < finding.evidence.late_share < 0.4
+    assert (finding.ranks, finding.phase, facts(finding).kind) == ([2], "data", "intermittent")
+    assert 0.2 < facts(finding).late_share < 0.4
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -76,8 +82,8 @@ def test_a_rank_very_slow_in_every_tenth_step_is_named_although_noise_makes_all_
         own = own_times(300, ranks, seed)
         own[5::10, 1, wire.OWN_PHASES.index("forward")] += 300 * MS
         (finding,) = findings_of(own)
-        assert (finding.ranks, finding.phase, finding.evidence.kind) == ([1], "forward", "intermittent")
-        measured.append((finding.evidence.late_share, finding.evidence.excess_ns))
+        assert (finding.ranks, finding.phase, facts(finding).kind) == ([1], "forward", "intermittent")
+        measured.append((facts(finding).late_share, facts(finding).excess_ns))
     late_share, excess_ns = np.median(measured, axis=0)
     assert late_share == pytest.approx(0.1, abs=0.02)
     assert excess_ns == pytest.approx(300 * MS, rel=0.05)
@@ -93,8 +99,8 @@ def test_a_small_delay_of_every_step_is_named_as_information(ranks: int) -> None
     noise = np.random.default_rng(0).normal(0, 0.7 * MS, quiet.shape).astype(np.int64)
     (finding,) = findings_of(quiet + noise)
     assert (finding.ranks, finding.phase, finding.severity) == ([1], "forward", "info")
-    assert finding.evidence.excess_ns == pytest.approx(5 * MS, rel=0.15)
-    assert finding.evidence.lost_ns == pytest.approx(500 * MS, rel=0.3)
+    assert facts(finding).excess_ns == pytest.approx(5 * MS, rel=0.15)
+    assert facts(finding).lost_ns == pytest.approx(500 * MS, rel=0.3)
 
 
 def test_a_delay_of_a_tenth_of_the_step_is_stated_without_bias() -> None:
@@ -102,7 +108,7 @@ def test_a_delay_of_a_tenth_of_the_step_is_stated_without_bias() -> None:
     quiet = noiseless({1: ("forward", 8.0)}, ranks=2, steps=200)
     noise = np.random.default_rng(0).normal(0, 2 * MS, quiet.shape).astype(np.int64)
     (finding,) = findings_of(quiet + noise)
-    assert finding.evidence.excess_ns == pytest.approx(8 * MS, rel=0.05)
+    assert facts(finding).excess_ns == pytest.approx(8 * MS, rel=0.05)
 
 
 def test_a_recurring_delay_below_a_twentieth_of_the_step_is_no_finding() -> None:
@@ -119,7 +125,7 @@ def test_two_phases_are_both_named_when_neither_explains_four_fifths() -> None:
     own[:, 1, wire.OWN_PHASES.index("forward")] += 16 * MS
     (finding,) = findings_of(own)
     assert finding.phase == "backward"
-    assert finding.evidence.phase_excess_ns == {"backward": 24 * MS, "forward": 16 * MS}
+    assert facts(finding).phase_excess_ns == {"backward": 24 * MS, "forward": 16 * MS}
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -127,12 +133,12 @@ def test_delay_gain_and_severity_follow_from_the_times(ranks: int) -> None:
     # Own times 75 ms; rank 1 has 40 ms more; 3 ms move: a step of 118 ms that would last 78.
     (finding,) = findings_of(noiseless({1: ("backward", 40)}, ranks=ranks))
     assert finding.gain is not None
-    assert finding.gain.step_ns == finding.evidence.excess_ns == 40 * MS
+    assert finding.gain.step_ns == facts(finding).excess_ns == 40 * MS
     assert finding.gain.ratio == pytest.approx(40 / 118, abs=1e-4)
     assert finding.gain.error_ratio == 0
     assert finding.severity == "critical"
     assert finding.steps == (0, 39)
-    assert finding.evidence.host == "there"
+    assert facts(finding).host == "there"
 
 
 def test_each_of_two_equally_slow_ranks_is_as_severe_as_one_alone() -> None:
@@ -183,12 +189,14 @@ def with_tail(own: wire.Ints, tail_s: float) -> tuple[wire.Ints, wire.Steps]:
 @pytest.mark.parametrize("tail_s", [12, 600])
 def test_one_long_step_does_not_change_the_finding_of_a_slow_rank(steps: int, tail_s: float) -> None:
     own = noiseless({1: ("backward", 40)}, steps=steps)
-    (plain,), (finding,) = findings_of(own), judge(*with_tail(own, tail_s))  # type: ignore[misc]
+    (plain,), finding = findings_of(own), only(judge(*with_tail(own, tail_s)))
+    assert plain.gain is not None
+    assert finding.gain is not None
     assert (finding.ranks, finding.severity) == ([1], plain.severity)
     assert finding.measure.startswith("+40.0 ms a step, 34 % of it; ")
-    assert finding.evidence.step_ns == 118 * MS
-    assert finding.evidence.lost_share == pytest.approx(plain.evidence.lost_share, rel=0.15)
-    assert finding.gain.ratio == pytest.approx(plain.gain.ratio, rel=0.15)  # type: ignore[union-attr]
+    assert facts(finding).step_ns == 118 * MS
+    assert facts(finding).lost_share == pytest.approx(facts(plain).lost_share, rel=0.15)
+    assert finding.gain.ratio == pytest.approx(plain.gain.ratio, rel=0.15)
 
 
 def test_a_checkpoint_of_one_rank_every_hundred_steps_is_no_straggler() -> None:
@@ -203,9 +211,10 @@ def test_a_rank_that_becomes_slow_is_named_with_the_step_of_its_onset(ranks: int
     own = own_times(1500 + since, ranks, seed=since)
     own[1500:, 1, wire.OWN_PHASES.index("backward")] += 40 * MS
     (finding,) = findings_of(own)
-    assert (finding.ranks, finding.phase, finding.evidence.kind) == ([1], "backward", "persistent")
-    assert finding.steps == (pytest.approx(1500, abs=5), 1499 + since)
-    assert finding.evidence.since_step == finding.steps[0]
+    assert (finding.ranks, finding.phase, facts(finding).kind) == ([1], "backward", "persistent")
+    assert finding.steps[0] == pytest.approx(1500, abs=5)
+    assert finding.steps[1] == 1499 + since
+    assert facts(finding).since_step == finding.steps[0]
     assert finding.verdict == f"Rank 1 is slow in backward since step {finding.steps[0]}"
 
 
@@ -216,19 +225,19 @@ def test_a_rank_that_becomes_slow_late_in_a_long_run_is_named_within_a_hundred_s
     own[-100:, 1, wire.OWN_PHASES.index("backward")] += 40 * MS
     (finding,) = findings_of(own)
     assert (finding.ranks, finding.phase) == ([1], "backward")
-    assert finding.evidence.since_step == pytest.approx(steps - 100, abs=5)
+    assert facts(finding).since_step == pytest.approx(steps - 100, abs=5)
 
 
 def test_a_rank_that_is_always_slow_is_named_once_without_an_onset() -> None:
     (finding,) = findings_of(own_times(600, 4, seed=0, slow=(Slow(2, "backward"),)))
-    assert (finding.steps, finding.evidence.since_step) == ((0, 599), None)
+    assert (finding.steps, facts(finding).since_step) == ((0, 599), None)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("burst_steps", [0, 10, 20, 50])
 def test_noise_in_bursts_is_not_a_recent_slowdown(ranks: int, burst_steps: float) -> None:
     alarms = [findings_of(own_times(200, ranks, seed, burst_steps=burst_steps)) for seed in range(SEEDS)]
-    assert np.mean([any(f.evidence.since_step is not None for f in named) for named in alarms]) <= FALSE_ALARMS
+    assert np.mean([any(facts(f).since_step is not None for f in named) for named in alarms]) <= FALSE_ALARMS
 
 
 def test_a_rank_that_naps_before_a_barrier_costs_less_than_the_whole_step() -> None:
@@ -240,4 +249,4 @@ def test_a_rank_that_naps_before_a_barrier_costs_less_than_the_whole_step() -> N
     assert finding.ranks == [1]
     assert finding.gain is not None
     assert 0.2 < finding.gain.ratio < 0.8
-    assert 0.2 < finding.evidence.lost_share < 0.8
+    assert 0.2 < facts(finding).lost_share < 0.8

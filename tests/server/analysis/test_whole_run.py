@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from ddpobs_server.analysis.finding import Finding
 from ddpobs_server.analysis.findings.straggler import straggler
+from ddpobs_server.analysis.slow_ranks.facts import MovingFacts, SlowRankFacts, TakingTurnsFacts
 from ddpobs_server.analysis.slow_ranks.lateness_bins import bins_of, ideal_ns, loss_shares, lost_ns
 from ddpobs_server.analysis.steps.intervals import StepClock
 from ddpobs_server.analysis.steps.joined_steps import join
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpobs import wire
+from tests.support.analysis.judged import facts_of, findings_in
 from tests.support.analysis.scenario import BASE_MS, MS, Slow, columns, evidence_of, own_times
 
 BACKWARD, DATA, OPTIMIZER = (wire.OWN_PHASES.index(name) for name in ("backward", "data", "optimizer"))
@@ -23,8 +25,7 @@ START_NS = 1_700_000_000 * 10**9
 
 
 def findings_of(own: wire.Ints, **facts: Any) -> list[Finding]:
-    results = straggler(evidence_of(*columns(own), **facts))
-    return [result for result in results if isinstance(result, Finding)]
+    return findings_in(straggler(evidence_of(*columns(own), **facts)))
 
 
 def slow_between(steps: int, first: int, last: int, ms: float, **noise: Any) -> wire.Ints:
@@ -49,7 +50,7 @@ def test_a_slow_part_of_a_run_is_named_with_its_steps(steps: int, first: int, la
         words = f"steps {interval.first:,} to {interval.last:,}" if is_over else f"since step {interval.first}"
         assert words in (finding.when if is_over else finding.verdict)
         # Of eight ranks some other rank is late as well in most steps, and accounts for a part of the loss.
-        assert 0.7 <= finding.evidence.lost_ns / ((last - first + 1) * ms * MS) <= 1.15
+        assert 0.7 <= facts_of(SlowRankFacts, finding).lost_ns / ((last - first + 1) * ms * MS) <= 1.15
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -63,7 +64,7 @@ def test_a_slowness_that_is_over_is_told_in_the_past_and_rated_by_its_share_of_t
     (over,) = findings_of(slow_between(2600, 900, 1499, 75))
     assert (over.verdict, over.when[:6]) == ("Rank 1 was slow in backward", "steps ")
     assert over.severity == "warning"
-    assert over.evidence.run_share == pytest.approx(600 * 75 / (2600 * 78 + 600 * 75), abs=0.03)
+    assert facts_of(SlowRankFacts, over).run_share == pytest.approx(600 * 75 / (2600 * 78 + 600 * 75), abs=0.03)
     (ongoing,) = findings_of(slow_between(1500, 900, 1499, 75))
     assert ongoing.verdict.startswith("Rank 1 is slow in backward since step ")
     assert ongoing.severity == "critical"
@@ -83,7 +84,8 @@ def test_a_slow_stretch_has_the_kind_and_the_phases_of_its_late_steps() -> None:
     own[900:1500][often, 1, BACKWARD] += 120 * MS
     own[900:1500][often, 1, DATA] += 80 * MS
     (finding,) = findings_of(own)
-    assert (finding.evidence.kind, list(finding.evidence.phase_excess_ns)) == ("intermittent", ["backward", "data"])
+    facts = facts_of(SlowRankFacts, finding)
+    assert (facts.kind, list(facts.phase_excess_ns)) == ("intermittent", ["backward", "data"])
 
 
 def test_an_interval_has_its_times_of_day() -> None:
@@ -111,12 +113,13 @@ def test_a_slowness_that_moves_from_rank_to_rank_is_one_finding(every: int, rank
     own = own_times(800, ranks, seed=1)
     own[np.arange(800), np.arange(800) // every % ranks, BACKWARD] += 75 * MS
     (finding,) = findings_of(own)
-    assert (finding.evidence.kind, finding.phase, finding.ranks) == ("moving", "backward", list(range(ranks)))
+    facts = facts_of(MovingFacts, finding)
+    assert (facts.kind, finding.phase, finding.ranks) == ("moving", "backward", list(range(ranks)))
     assert finding.severity == "critical"
     assert finding.verdict == "A slowness in backward moves from rank to rank"
-    assert sum(finding.evidence.shares.values()) == pytest.approx(1, abs=0.01)
-    assert all(share == pytest.approx(1 / ranks, abs=0.1) for share in finding.evidence.shares.values())
-    assert finding.evidence.lost_ns == pytest.approx(800 * 75 * MS, rel=0.2)
+    assert sum(facts.shares.values()) == pytest.approx(1, abs=0.01)
+    assert all(share == pytest.approx(1 / ranks, abs=0.1) for share in facts.shares.values())
+    assert facts.lost_ns == pytest.approx(800 * 75 * MS, rel=0.2)
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -126,12 +129,13 @@ def test_ranks_that_are_slow_in_turn_in_different_phases_are_one_finding(togethe
     own[::2, 0, DATA] += 75 * MS
     own[0 if together else 1 :: 2, 1, OPTIMIZER] += 75 * MS
     (finding,) = findings_of(own)
-    turns = [(turn.rank, turn.phase) for turn in finding.evidence.turns]
-    assert (finding.evidence.kind, turns) == ("taking turns", [(0, "data"), (1, "optimizer")])
+    facts = facts_of(TakingTurnsFacts, finding)
+    turns = [(turn.rank, turn.phase) for turn in facts.turns]
+    assert (facts.kind, turns) == ("taking turns", [(0, "data"), (1, "optimizer")])
     assert finding.verdict == "Ranks 0 and 1 are slow in turn"
     assert re.match(r"rank 0: \+7\d\.\d ms in data in \d+ % of the steps, rank 1: \+7\d\.\d ms in opt", finding.measure)
-    assert all(turn.share == pytest.approx(0.5, abs=0.1) for turn in finding.evidence.turns)
-    assert finding.evidence.lost_ns == pytest.approx((300 if together else 600) * 75 * MS, rel=0.3)
+    assert all(turn.share == pytest.approx(0.5, abs=0.1) for turn in facts.turns)
+    assert facts.lost_ns == pytest.approx((300 if together else 600) * 75 * MS, rel=0.3)
 
 
 def test_ranks_that_are_slow_in_turn_in_the_same_phase_are_one_finding() -> None:
@@ -139,7 +143,7 @@ def test_ranks_that_are_slow_in_turn_in_the_same_phase_are_one_finding() -> None
     own[::2, 0, BACKWARD] += 75 * MS
     own[1::2, 1, BACKWARD] += 75 * MS
     (finding,) = findings_of(own)
-    assert (finding.evidence.kind, finding.ranks) == ("taking turns", [0, 1])
+    assert (facts_of(TakingTurnsFacts, finding).kind, finding.ranks) == ("taking turns", [0, 1])
     assert finding.verdict == "Ranks 0 and 1 are slow in turn in backward"
 
 
@@ -169,7 +173,7 @@ def test_a_slow_part_is_named_within_recorded_noise(seed: int) -> None:
 
 def recorded_noise(seed: int) -> wire.Ints:
     """Own times of two balanced ranks on two cores beside other jobs; each 64 steps' ranks are swapped at random."""
-    own = np.load("tests/server/analysis/noise.npy").astype(np.int64) * 1000
+    own: wire.Ints = np.load("tests/server/analysis/noise.npy").astype(np.int64) * 1000
     swap = np.repeat(np.random.default_rng(seed).random(-(-len(own) // 64)) < 0.5, 64)[: len(own)]
     own[swap] = own[swap][:, ::-1]
     return own
@@ -195,7 +199,8 @@ def test_findings_never_claim_more_than_was_lost(seed: int, ranks: int, kind: st
         own[::2, 0, DATA] += ms * MS
         own[1::2, 1, OPTIMIZER] += ms * MS
     joined = join(*columns(own))
-    claimed = sum(finding.evidence.lost_ns for finding in findings_of(own))
+    facts: list[Any] = [finding.evidence for finding in findings_of(own)]
+    claimed = sum(each.lost_ns for each in facts)
     assert claimed <= lost_ns(joined).sum() * (1 + 1e-9) + 1
 
 

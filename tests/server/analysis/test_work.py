@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, NotJudged
-from ddpobs_server.analysis.findings.imbalanced_batches import imbalanced_batches
+from ddpobs_server.analysis.findings.imbalanced_batches import ImbalancedBatchesFacts, imbalanced_batches
 from ddpobs_server.analysis.findings.straggler import straggler
+from ddpobs_server.analysis.slow_ranks.facts import SlowRankFacts
 from ddpobs_server.analysis.slow_ranks.work import fit_work
 
 from ddpobs import wire
+from tests.support.analysis.judged import facts_of
 from tests.support.analysis.scenario import MS, Floats, columns, evidence_of, flat, with_columns
 
 FIXED_MS, MS_PER_TOKEN, TOKENS = 20.0, 0.05, 800.0
@@ -103,7 +105,9 @@ def test_a_rank_with_longer_samples_has_imbalanced_batches_and_is_no_straggler(r
         assert straggler(evidence) == []
         (finding,) = findings(imbalanced_batches(evidence))
         assert finding.ranks == [1]
-        assert finding.evidence.excess_ns == pytest.approx(late_ns(evidence, by_lengths), rel=0.1)
+        assert facts_of(ImbalancedBatchesFacts, finding).excess_ns == pytest.approx(
+            late_ns(evidence, by_lengths), rel=0.1
+        )
         assert finding.gain is not None
         assert finding.gain.step_ns > 0.5 * MS * np.median(by_lengths) / ranks
 
@@ -121,8 +125,8 @@ def test_a_rank_that_is_slow_for_equal_work_is_a_straggler_with_its_cause(ranks:
     for seed in range(5):
         evidence, _, by_machine = run(ranks, seed=seed, slower=1.4)
         (slow,) = findings(straggler(evidence))
-        assert (slow.ranks, slow.evidence.cause) == ([1], "preempted")
-        assert slow.evidence.excess_ns == pytest.approx(late_ns(evidence, by_machine), rel=0.1)
+        assert (slow.ranks, facts_of(SlowRankFacts, slow).cause) == ([1], "preempted")
+        assert facts_of(SlowRankFacts, slow).excess_ns == pytest.approx(late_ns(evidence, by_machine), rel=0.1)
         assert [finding.ranks for finding in findings(imbalanced_batches(evidence))] in ([], [[]])
 
 
@@ -132,9 +136,11 @@ def test_longer_samples_and_a_busy_neighbour_are_split_within_a_tenth(ranks: int
         evidence, by_lengths, by_machine = run(ranks, seed=seed, longer=1.8, slower=1.4, spread=0.2)
         (slow,), (imbalanced,) = findings(straggler(evidence)), findings(imbalanced_batches(evidence))
         assert (slow.ranks, imbalanced.ranks) == ([1], [1])
-        assert slow.evidence.cause == "preempted"
-        assert slow.evidence.excess_ns == pytest.approx(late_ns(evidence, by_machine), rel=0.1)
-        assert imbalanced.evidence.excess_ns == pytest.approx(late_ns(evidence, by_lengths), rel=0.1)
+        assert facts_of(SlowRankFacts, slow).cause == "preempted"
+        assert facts_of(SlowRankFacts, slow).excess_ns == pytest.approx(late_ns(evidence, by_machine), rel=0.1)
+        assert facts_of(ImbalancedBatchesFacts, imbalanced).excess_ns == pytest.approx(
+            late_ns(evidence, by_lengths), rel=0.1
+        )
 
 
 def test_batches_of_one_size_each_cannot_be_told_from_a_slow_machine() -> None:

@@ -9,6 +9,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from urllib.parse import urljoin
 
 import httpx
@@ -93,9 +94,15 @@ def test_a_pipeline_has_its_stages_with_bubble_and_overlap(shared: Collector, ru
         "missing": ["no rank has reported a schedule of torch.distributed.pipelining, or not every stage has"],
     }
     for rank in range(2):
-        detail = {"schedule": "ScheduleGPipe", "stages": 2, "held": str(rank), "micro_batches": 4, "first_rank": 0}
+        detail: dict[str, wire.Scalar] = {
+            "schedule": "ScheduleGPipe",
+            "stages": 2,
+            "held": str(rank),
+            "micro_batches": 4,
+            "first_rank": 0,
+        }
         columns = {"schedule_ns": 75 * MS, "computing_ns": 60 * MS, "send_wait_ns": 0, "receive_wait_ns": 15 * MS}
-        reported = {"events": [wire.Event(kind="pipeline", at_ns=0, detail=detail)], "hello": hello()}
+        reported: dict[str, Any] = {"events": [wire.Event(kind="pipeline", at_ns=0, detail=detail)], "hello": hello()}
         waits = {"exposed_comm_ns": 18 * MS, "forward_ns": 7 * MS, **columns}
         sent = batch(run, rank=rank, steps=steps(0, 8, **waits), spans=spans(0, 8), **reported)
         assert put(shared.url, sent).status_code == 201
@@ -281,7 +288,8 @@ def test_runs_are_listed_newest_first_in_pages_that_miss_none(tmp_path: Path) ->
     with running_collector(tmp_path) as url:
         for index in range(7):
             put(url, batch(f"run-{index}"))
-        listed, cursor, pages = [], {}, 0
+        cursor: dict[str, Any] = {}
+        listed, pages = [], 0
         while True:
             page = get(url, "/runs", limit=3, **cursor)
             listed += [run["run"] for run in page["runs"]]
@@ -330,7 +338,7 @@ def test_a_run_is_finished_after_the_goodbye_of_every_rank(shared: Collector, ru
     ],
 )
 def test_a_run_without_pulses_is_lost_and_without_steps_stalled(now_s: int, last_step_s: int, expected: str) -> None:
-    counts = dict.fromkeys(("created_ns", "commits", "steps", "emitted", "dropped"), 0)
+    counts: dict[str, Any] = dict.fromkeys(("created_ns", "commits", "steps", "emitted", "dropped"), 0)
     run = Run("r", ATTEMPT, world_size=2, ranks=2, last_seen_ns=100 * SECOND,
               last_step_seen_ns=last_step_s * SECOND, **counts)  # fmt: skip
     assert state_of_run(run, Settings(), now_s * SECOND) == expected

@@ -27,7 +27,7 @@ def train(url: str, run: str, backward: float, **settings: wire.Scalar) -> None:
         walls = backward_ns + 60 * MS
         end_ns = np.cumsum(walls)
         rows = steps(0, STEPS, start_ns=end_ns - walls, end_ns=end_ns, backward_ns=backward_ns)
-        sent = {"hello": facts, "layouts": [layout()], "spans": spans(0, STEPS)}
+        sent: dict[str, Any] = {"hello": facts, "layouts": [layout()], "spans": spans(0, STEPS)}
         put(url, batch(run, rank=rank, steps=rows, **sent))
 
 

@@ -41,7 +41,7 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 def document(shared: Collector) -> Any:
     schema = schemathesis.openapi.from_url(f"{shared.url}/openapi.json")
     for rank in range(2):
-        facts = {"hello": hello(), "layouts": [layout()]}
+        facts: dict[str, Any] = {"hello": hello(), "layouts": [layout()]}
         put(shared.url, batch("known", rank=rank, steps=steps(0, 40), spans=spans(0, 40), **facts))
     return schema
 

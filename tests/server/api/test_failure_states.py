@@ -291,7 +291,13 @@ def test_a_source_that_trains_again_is_interrupted_no_more(shared: Collector, ru
 def test_a_rank_hangs_only_if_it_did_before_the_interrupt(
     idle_s: int, codes: list[str], shared: Collector, run: str
 ) -> None:
-    facts = {"idle_ns": idle_s * S, "patience_ns": 8 * S, "outcome": "ended", "activity": "bucket", "place": ""}
+    facts: dict[str, Any] = {
+        "idle_ns": idle_s * S,
+        "patience_ns": 8 * S,
+        "outcome": "ended",
+        "activity": "bucket",
+        "place": "",
+    }
     put(shared.url, end(run, 0, 0, interrupt(90)))
     put(shared.url, end(run, 0, 1, interrupt(100, "stuck", **facts), interrupt(100, "terminated")))
     assert [finding["code"] for finding in findings(shared.url, run)] == codes

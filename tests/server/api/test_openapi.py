@@ -113,7 +113,7 @@ def fill(url: str, run: str) -> None:
         values[0] = wire.UNKNOWN
     own["own_data_ns"][2] = -1  # A difference of times, in a step whose own time is known.
     for rank in range(2):
-        facts = {"hello": hello(), "layouts": [layout()], "spans": spans(0, 4)}
+        facts: dict[str, Any] = {"hello": hello(), "layouts": [layout()], "spans": spans(0, 4)}
         pulse = wire.Pulse(at_ns=5, phase="data", step=4, machine=wire.Machine(processors=4))
         unknown = dict.fromkeys(COUNTERS, wire.UNKNOWN)
         put(url, batch(run, rank=rank, steps=steps(0, 4, **own, **unknown), pulse=pulse, **facts))
@@ -126,7 +126,8 @@ def reads(document: Any, run: str) -> Iterator[tuple[str, dict[str, Any], Any]]:
         schema = content.get("application/json", {}).get("schema", {})
         if path.startswith("/api/v1/") and schema:
             route = path.removeprefix("/api/v1").format(run=run, figure="phases")
-            for query in [{}, {"points": 2}, {"mean": True}] if route.endswith("/steps") else [{}]:
+            variants: list[dict[str, Any]] = [{}, {"points": 2}, {"mean": True}] if route.endswith("/steps") else [{}]
+            for query in variants:
                 yield route, query | ({"with": run} if route.endswith("/compare") else {}), schema
 
 
@@ -180,9 +181,9 @@ def test_a_generated_client_reads_runs_findings_and_steps(
     config = tmp_path / "config.json"
     options = {"package_name_override": "generated_collector", "post_hooks": []}
     config.write_text(json.dumps(options | {"content_type_overrides": {wire.MSGPACK: "application/octet-stream"}}))
-    command = [generator(), "generate", "--path", source, "--config", config, "--meta", "none", "--fail-on-warning"]
+    command = f"{generator()} generate --path {source} --config {config} --meta none --fail-on-warning"
     done = subprocess.run(
-        [*command, "--output-path", tmp_path / "generated_collector"],
+        [*command.split(), "--output-path", str(tmp_path / "generated_collector")],
         capture_output=True, text=True, check=False, timeout=patience.HANG_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

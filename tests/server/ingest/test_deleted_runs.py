@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -15,7 +16,7 @@ from ddpobs_server.store.upkeep import removal
 from benchmarks.rig.collector import Collector, collector
 from tests.support.server.batches import assert_problem, batch, get, put, steps
 
-OTHER = {"attempt": "b" * 16, "source": "b" * 16}
+OTHER: dict[str, Any] = {"attempt": "b" * 16, "source": "b" * 16}
 
 
 def test_a_deleted_run_stays_deleted_for_every_process_of_its_attempt(shared: Collector, run: str) -> None:

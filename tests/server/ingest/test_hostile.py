@@ -195,7 +195,7 @@ def test_every_response_has_the_security_headers(shared: Collector, where: str) 
 def test_an_internal_error_has_the_security_headers_too(tmp_path: Path) -> None:
     app = create_app(Settings(database_url=databases.sqlite(tmp_path)))
     app.add_api_route("/broken", lambda: 1 // 0)
-    answer = TestClient(app, raise_server_exceptions=False).get("/broken")
+    answer: Any = TestClient(app, raise_server_exceptions=False).get("/broken")
     assert_problem(answer, 500)
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert "default-src 'none'" in answer.headers["content-security-policy"]

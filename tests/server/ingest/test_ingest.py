@@ -223,9 +223,12 @@ def test_one_bad_batch_of_many_costs_the_others_few_transactions(store: Store) -
 def test_transactions_are_short_while_several_workspaces_send(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     groups: list[list[str]] = []
     ingest = store.ingest
-    monkeypatch.setattr(
-        store, "ingest", lambda arrivals: groups.append([item.batch.run for item in arrivals]) or ingest(arrivals)
-    )
+
+    def grouped(arrivals: list[Arrival]) -> Any:
+        groups.append([item.batch.run for item in arrivals])
+        return ingest(arrivals)
+
+    monkeypatch.setattr(store, "ingest", grouped)
     loud = [("loud", batch("loud", seq, steps=steps(seq, 1))) for seq in range(40)]
     write_together(store, loud)
     assert groups == [["loud"] * 40]
@@ -285,7 +288,8 @@ def test_data_that_arrives_before_its_hello_is_stored(shared: Collector, run: st
 
 
 def test_an_attempt_from_a_spool_does_not_replace_a_later_one(shared: Collector, run: str) -> None:
-    live, spooled = {"attempt": "b" * 16, "source": "b" * 16}, {"attempt": "c" * 16, "source": "c" * 16}
+    live: dict[str, Any] = {"attempt": "b" * 16, "source": "b" * 16}
+    spooled: dict[str, Any] = {"attempt": "c" * 16, "source": "c" * 16}
 
     def anchor_at(hour: int) -> wire.Anchor:
         return wire.Anchor(wall_ns=time.time_ns() + hour * 3600 * 10**9, monotonic_ns=0)
@@ -328,7 +332,7 @@ def test_of_attempts_in_one_transaction_the_later_becomes_the_runs_attempt(store
 
 
 def test_a_restart_is_a_new_attempt_and_stays_the_latest(shared: Collector, run: str) -> None:
-    second = {"attempt": "b" * 16, "source": "b" * 16}
+    second: dict[str, Any] = {"attempt": "b" * 16, "source": "b" * 16}
     put(shared.url, batch(run, steps=steps(0, 3)))
     put(shared.url, batch(run, steps=steps(0, 2), **second))
     put(shared.url, batch(run, seq=1, steps=steps(3, 1)))
@@ -388,7 +392,7 @@ def test_a_new_attempt_that_arrives_during_a_deletion_is_stored(postgresql: data
     store.migrate()
 
     def arrival(seq: int) -> Arrival:
-        launch = {"attempt": f"{seq:016x}", "source": f"{seq:016x}"}
+        launch: dict[str, Any] = {"attempt": f"{seq:016x}", "source": f"{seq:016x}"}
         return Arrival(batch("run", seq=seq, **launch, steps=steps(3 * seq, 3)), bytes([seq]) * 32, 1, time.time_ns())
 
     store.ingest([arrival(0)])

@@ -27,7 +27,7 @@ from ddpobs.export.http_sender import Outcome, Sender
 from tests.support.server.batches import assert_problem, batch, get, hello, layout, path, put, source_of, spans, steps
 from tests.support.server.serving import read_until_closed
 
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "max_body_mb": 0.2,
     "max_batch_mb": 1,
     "max_under_way_mb": 0.05,
@@ -107,7 +107,7 @@ def test_a_batch_beyond_a_limit_is_refused_and_the_setting_named(small: Collecto
 
 @pytest.mark.parametrize("count", [100, 101])
 def test_a_clients_own_facts_have_at_most_100_entries(small: Collector, run: str, count: int) -> None:
-    facts = {str(number): number for number in range(count)}
+    facts: dict[str, wire.Scalar] = {str(number): number for number in range(count)}
     for fields in (
         {"hello": msgspec.structs.replace(hello(), settings=facts)},
         {"events": [wire.Event(kind="e", at_ns=0, detail=facts)]},

@@ -120,7 +120,7 @@ def pg(database: str, program: str, *arguments: str) -> None:
     with engine.connect() as connection:
         folder = connection.exec_driver_sql("SELECT setting FROM pg_config WHERE name = 'BINDIR'").scalar_one()
     engine.dispose()
-    command = [Path(folder) / program, *arguments]
+    command = [str(Path(folder) / program), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from ddpobs_server import app
 from ddpobs_server.operations import logs
+from ddpobs_server.operations.commands import cli
 from typer.testing import CliRunner
 
 from benchmarks.rig.collector import collector
@@ -124,6 +124,6 @@ def test_level_format_and_access_log_are_settings(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_flags_are_refused(flags: tuple[str, ...], message: str) -> None:
-    done = CliRunner().invoke(app.cli, ["serve", *flags])
+    done = CliRunner().invoke(cli, ["serve", *flags])
     assert done.exit_code == 2
     assert message in done.stderr

@@ -27,7 +27,7 @@ from tests.support.server.batches import ATTEMPT, batch, fingerprint, spans, ste
 DAY_NS = 86_400 * 10**9
 
 
-def arrive(store: Store, run: str, day: float, seq: int = 0, count: int = 200, **fields: str) -> None:
+def arrive(store: Store, run: str, day: float, seq: int = 0, count: int = 200, **fields: Any) -> None:
     """Store a batch of noisy times, which compress badly."""
     noise = np.random.default_rng(seq).integers(0, 10**9, 2 * count)
     noisy = spans(seq * count, count, done_ns=spans(seq * count, count).done_ns + noise)
@@ -84,7 +84,7 @@ def test_old_unused_sets_and_events_are_removed_except_those_in_use(
     for seq in range(10):
         sets = [wire.Unused(step=seq, module=module, locally=["a"], globally=[]) for module in range(2)]
         event = wire.Event(kind="rebuilt", at_ns=0, step=seq)
-        records = {"unused": sets if seq < 3 else sets[:1], "events": [event]}
+        records: dict[str, Any] = {"unused": sets if seq < 3 else sets[:1], "events": [event]}
         store.ingest([Arrival(batch("run", seq, **records), bytes([seq]), 1, seq * DAY_NS)])
 
     def read() -> Any:
@@ -102,7 +102,7 @@ def test_old_unused_sets_and_events_are_removed_except_those_in_use(
 
 def test_of_old_fingerprints_and_repeated_events_those_that_diagnoses_read_stay(store: Store) -> None:
     for seq in range(70):
-        records = {
+        records: dict[str, Any] = {
             "fingerprints": [fingerprint(1000 * seq)],
             "events": [wire.Event(kind=kind, at_ns=0, step=seq) for kind in ("stuck", "failed")],
         }

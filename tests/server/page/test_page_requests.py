@@ -17,7 +17,7 @@ from tests.support.server.tokens import create_token
 
 @pytest.mark.parametrize(("state", "every_s"), [("running", 5), ("stalled", 5), ("lost", 15)])
 def test_a_run_is_refreshed_until_it_is_finished(browser: Any, tmp_path: Path, state: str, every_s: int) -> None:
-    limit = {} if state == "running" else {f"{state}_after_s": 0.001}
+    limit: dict[str, Any] = {} if state == "running" else {f"{state}_after_s": 0.001}
     with collector(tmp_path, **limit) as running:
         put(running.url, batch("long", 0, slow=False, host="node"))
         visit = paused_visit(browser)

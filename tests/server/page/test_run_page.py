@@ -158,9 +158,10 @@ def test_of_many_ranks_each_can_be_found(browser: Any, url: str) -> None:
 
 def shifted(payload: wire.Batch, offset: int) -> wire.Batch:
     """The batch with step numbers increased by `offset`, as of a rank that had more inputs."""
-    steps, spans = (
-        with_columns(columns, step=columns.step + offset) for columns in (payload.steps, payload.spans) if columns
-    )
+    assert payload.steps is not None
+    assert payload.spans is not None
+    steps = with_columns(payload.steps, step=payload.steps.step + offset)
+    spans = with_columns(payload.spans, step=payload.spans.step + offset)
     return msgspec.structs.replace(payload, steps=steps, spans=spans)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from ddpobs_server.reports.cache import Cache
@@ -36,14 +37,18 @@ def test_concurrent_requests_get_an_answer_that_is_computed_once() -> None:
 def test_another_version_is_computed_again_and_the_latest_answer_is_cached() -> None:
     cache: Cache[str] = Cache(4)
     assert cache.latest("run") is None
-    assert [cache.get("run", version, lambda v=version: f"of {v}") for version in (1, 1, 2)] == ["of 1", "of 1", "of 2"]
+    assert [cache.get("run", version, partial("of {}".format, version)) for version in (1, 1, 2)] == [
+        "of 1",
+        "of 1",
+        "of 2",
+    ]
     assert cache.latest("run") == (2, "of 2")
 
 
 def test_only_the_latest_answers_are_cached() -> None:
     cache: Cache[int] = Cache(2)
     for number in (1, 2, 1, 3):
-        cache.get(number, 0, lambda n=number: n)
+        cache.get(number, 0, partial(int, number))
     assert [cache.latest(number) is not None for number in (1, 2, 3)] == [True, False, True]
 
 

@@ -260,7 +260,8 @@ def test_bins_that_do_not_fit_into_an_answer_continue_at_its_next_step(
     send(store, *noisy(1000, 2))
     update(store)
     monkeypatch.setattr("ddpobs_server.reports.columns._BIN_ROWS", 8)
-    firsts, begin = [], 0
+    firsts: list[int] = []
+    begin: int | None = 0
     while begin is not None:
         columns_of, begin = RunColumns(store, RUN, ATTEMPT).step_bins((begin, None), 10, None, mean=False)
         assert len(columns_of["first"]) <= 8

@@ -41,8 +41,10 @@ def test_every_statement_is_confined_to_a_run(
     with client(postgresql(tmp_path)) as http, recorded() as executed:
         for run in ("a", "b"):
             fill(http, run, 3)
-        counted = dict.fromkeys(("first_collective", "last_collective", "steps"), 1)
-        columns = {name: np.ones(2, np.int64) for name in wire.Peers.__struct_fields__ if name not in counted}
+        counted: dict[str, Any] = dict.fromkeys(("first_collective", "last_collective", "steps"), 1)
+        columns: dict[str, Any] = {
+            name: np.ones(2, np.int64) for name in wire.Peers.__struct_fields__ if name not in counted
+        }
         records = {"events": [wire.Event(kind="goodbye", at_ns=0)], "peers": [wire.Peers(**counted, **columns)]}
         put(http, batch("a", 9, attempt="b" * 16, source="b" * 16, **records))  # type: ignore[arg-type]
         for rank in range(2):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.store import Arrival, Store
 
@@ -9,7 +11,7 @@ from ddpobs import wire
 from tests.support.server.batches import ATTEMPT, batch, hello, steps
 from tests.support.server.statement_counts import recorded
 
-OTHER = {"attempt": "b" * 16, "source": "b" * 16}
+OTHER: dict[str, Any] = {"attempt": "b" * 16, "source": "b" * 16}
 
 
 def ingest(store: Store, *batches: wire.Batch) -> None:

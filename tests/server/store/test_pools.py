@@ -169,7 +169,7 @@ def test_an_internal_error_of_the_server_itself_stays() -> None:
 def test_the_threshold_reaches_the_driver(
     postgresql: databases.Fresh, tmp_path: Path, value: str, expected: int | None
 ) -> None:
-    settings = Settings(database_url=postgresql(tmp_path), prepare_threshold=value)  # type: ignore[arg-type]
+    settings = Settings(database_url=postgresql(tmp_path), prepare_threshold=value)
     store = Store(settings.database_url, prepare_threshold=settings.statement_threshold)
     with store._engine.connect() as connection:
         assert connection.connection.driver_connection.prepare_threshold == expected  # type: ignore[union-attr]

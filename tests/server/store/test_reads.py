@@ -232,7 +232,7 @@ def test_batches_from_a_time_of_larger_limits_can_be_read(store: Store, kind: st
     sent_batch: Any = spans(0, len(step) // 2) if kind != "steps" else steps(0, len(step))
     if kind == "comms":
         sent_batch = wire.Comms(step=step, module=step * 0, kind=step * 0, launched_ns=step, done_ns=step)
-    packed = {"packed_spans": wire.pack_spans(sent_batch)} if kind == "spans" else {}
+    packed: dict[str, Any] = {"packed_spans": wire.pack_spans(sent_batch)} if kind == "spans" else {}
     store.ingest([Arrival(batch("run", **{kind: sent_batch}, **packed), b"", 1, 1)])
     rows = getattr(store, kind)("run", ATTEMPT, first=7, last=7)[1]
     assert rows.step.tolist() == [7] * (2 if kind == "spans" else 1)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -68,7 +69,7 @@ def behind(postgresql: databases.Fresh, tmp_path: Path) -> Iterator[tuple[str, l
         running = []
         for name in "ab":
             (tmp_path / name).mkdir()
-            settings = {"database_url": database, "token": TOKEN, "trusted_proxies": "127.0.0.1"}
+            settings: dict[str, Any] = {"database_url": database, "token": TOKEN, "trusted_proxies": "127.0.0.1"}
             running.append(stack.enter_context(collector(tmp_path / name, **settings)))
         yield stack.enter_context(proxy(tmp_path, [backend.url for backend in running])), running
 

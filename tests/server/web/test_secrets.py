@@ -31,7 +31,7 @@ MALFORMED = ["", " ", "gehéim", "two words", "a\nb", "\u00a0"]
 
 @pytest.mark.parametrize("text", SPACED)
 def test_white_space_around_a_token_counts_on_neither_side(tmp_path: Path, text: str) -> None:
-    settings = Settings(token=text)  # type: ignore[arg-type]
+    settings = Settings(token=text)
     assert settings.token is not None
     tokens = {settings.token.get_secret_value(), TelemetryConfig(token=text).token}
     tokens.add(from_environment({"DDPOBS_TOKEN": text}).token)
@@ -44,7 +44,7 @@ def test_white_space_around_a_token_counts_on_neither_side(tmp_path: Path, text:
 @pytest.mark.parametrize("text", MALFORMED)
 def test_a_token_that_no_header_carries_is_refused_on_both_sides(tmp_path: Path, text: str) -> None:
     with pytest.raises(ValidationError):
-        Settings(token=text)  # type: ignore[arg-type]
+        Settings(token=text)
     with pytest.raises(ConfigError):
         TelemetryConfig(token=text)
     file = tmp_path / "token"
@@ -173,7 +173,7 @@ def test_a_malformed_time_is_refused(tmp_path: Path, text: str) -> None:
 def test_ranks_that_share_an_old_token_lock_no_other_rank_out(tmp_path: Path) -> None:
     store = Store(databases.sqlite(tmp_path))
     store.migrate()
-    authenticator = Authenticator(Settings(token="right"), store)  # type: ignore[arg-type]
+    authenticator = Authenticator(Settings(token="right"), store)
     authenticator.refresh()
     for _ in range(5 * auth._MAX_FAILURES):
         assert not allowed(authenticator, "old")

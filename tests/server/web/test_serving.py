@@ -24,7 +24,7 @@ def lines_of(running: Collector) -> list[dict[str, Any]]:
     [({}, "no token needed (loopback only)"), ({"token": "s3cret", "host": "0.0.0.0"}, "token needed")],
 )
 def test_the_start_prints_one_line_with_address_database_and_access(
-    tmp_path: Path, settings: dict[str, str], access: str
+    tmp_path: Path, settings: dict[str, Any], access: str
 ) -> None:
     with collector(tmp_path, **settings) as running:
         start, end = lines_of(running)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -49,7 +50,7 @@ def as_process_1(*command: str) -> list[str]:
     return command_1
 
 
-def child(process: subprocess.Popen[bytes]) -> int:
+def child(process: Any) -> int:
     """Process id of the process that `unshare` started."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     patience.until(lambda: bool(children.read_text()))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -47,7 +48,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_ranks_and_the_command_trust_the_authority_in_ssl_cert_file(certificates: Path, tmp_path: Path) -> None:
-    served = {"tls_cert": certificates / "server.pem", "tls_key": certificates / "server.key"}
+    served: dict[str, Any] = {"tls_cert": certificates / "server.pem", "tls_key": certificates / "server.key"}
     with collector(tmp_path, ca=certificates / "ca.pem", **served) as running:
         assert running.url.startswith("https://")
 
@@ -69,7 +70,7 @@ def test_ranks_and_the_command_trust_the_authority_in_ssl_cert_file(certificates
 
 @pytest.mark.parametrize("trusted", [True, False])
 def test_forwarded_addresses_are_used_only_from_trusted_proxies(tmp_path: Path, trusted: bool) -> None:
-    settings = {"trusted_proxies": "127.0.0.1"} if trusted else {}
+    settings: dict[str, Any] = {"trusted_proxies": "127.0.0.1"} if trusted else {}
     with collector(tmp_path, token="s3cret", **settings) as running, httpx.Client(base_url=running.url) as browser:
 
         def read_runs(token: str, client: str) -> httpx.Response:

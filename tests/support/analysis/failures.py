@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 from ddpobs_server.analysis.evidence import Evidence
-from ddpobs_server.analysis.finding import Finding
 from ddpobs_server.analysis.steps.joined_steps import join
 
 from ddpobs import wire
@@ -17,9 +16,3 @@ NO_STEPS = wire.Steps.from_table(np.zeros((len(wire.Steps.names), 0), np.int64))
 def evidence(**fields: Any) -> Evidence:
     none = np.zeros(0, np.int64)
     return Evidence(rank=none, steps=NO_STEPS, joined=join(none, NO_STEPS), now_ns=0, **({"world_size": 2} | fields))
-
-
-def only(judgement: Any) -> Finding:
-    (finding,) = judgement
-    assert isinstance(finding, Finding)
-    return finding

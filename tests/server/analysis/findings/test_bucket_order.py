@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ddpobs_server.analysis.evidence import Judgement
 from ddpobs_server.analysis.finding import Finding
 from ddpobs_server.analysis.findings.bucket_order import bucket_order, late_buckets
 
 from ddpobs import wire
+from tests.support.analysis.judged import only
 from tests.support.analysis.link_scenario import Run, on_hosts
 
 MB = 10**6
@@ -19,15 +19,10 @@ FACTS = on_hosts(2, hosts=2)
 REVERSED, ORDERED = [40.0, 30.0, 20.0, 10.0], [10.0, 20.0, 30.0, 40.0]
 
 
-def only(judgement: Judgement) -> Finding:
-    (finding,) = judgement
-    assert isinstance(finding, Finding)
-    return finding
-
-
 def run(ready_ms: list[float], **changes: Any) -> Run:
     """Four buckets that take 8.1 ms each."""
-    return Run(**{"sizes": [MB] * 4, "ready_ms": ready_ms} | changes)
+    defaults: dict[str, Any] = {"sizes": [MB] * 4}
+    return Run(ready_ms=ready_ms, **defaults | changes)
 
 
 def test_the_gain_is_what_the_run_in_the_order_of_arrival_saves() -> None:

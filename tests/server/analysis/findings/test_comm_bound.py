@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +11,14 @@ import numpy as np
 import pytest
 from ddpobs_server.analysis.evidence import ColumnsTooLargeError, Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, NotJudged
-from ddpobs_server.analysis.findings.comm_bound import comm_bound
+from ddpobs_server.analysis.findings.comm_bound import CommBoundFacts, comm_bound
 
 from ddpobs import wire
+from tests.support.analysis.judged import facts_of, findings_in
 from tests.support.analysis.link_scenario import Columns, Run, on_hosts
 from tests.support.analysis.scenario import BASE_MS, MS, columns, evidence_of, with_columns
+
+link_facts = partial(facts_of, CommBoundFacts)
 
 MB = 10**6
 
@@ -26,13 +30,21 @@ def synchronous(extra_ms: list[dict[str, float]], moving_ms: float = 3.0, steps:
 
 
 def only(judgement: Judgement) -> Finding:
-    (finding,) = [result for result in judgement if isinstance(result, Finding)]
+    """Return the only finding, without the questions that were not judged."""
+    (finding,) = findings_in(judgement)
     return finding
+
+
+def processors_of(finding: Finding) -> dict[str, Any]:
+    processors = link_facts(finding).processors
+    assert isinstance(processors, dict)
+    return processors
 
 
 def large(**changes: Any) -> Run:
     """Three buckets of different size that take 80 of 112 ms on a link of 1 Gbit/s."""
-    return Run(**{"sizes": [1 * MB, 5 * MB, 4 * MB], "ready_ms": [10.0, 15.0, 20.0]} | changes)
+    defaults: dict[str, Any] = {"sizes": [1 * MB, 5 * MB, 4 * MB], "ready_ms": [10.0, 15.0, 20.0]}
+    return Run(**defaults | changes)
 
 
 def many(**changes: Any) -> Run:
@@ -50,13 +62,15 @@ def disturbed(run: Run, seed: int = 0) -> Run:
 
 def test_large_buckets_on_a_slow_link_are_a_matter_of_bandwidth() -> None:
     finding = only(comm_bound(large().evidence(**on_hosts(2, hosts=2))))
-    assert (finding.evidence.kind, finding.severity, finding.phase) == ("bandwidth", "critical", "exposed_comm")
+    assert (link_facts(finding).kind, finding.severity, finding.phase) == ("bandwidth", "critical", "exposed_comm")
     assert "Compress" in finding.remedy
-    assert finding.evidence.bytes_a_step == 10 * MB
-    assert finding.evidence.message_bytes == [1 * MB, 4 * MB, 5 * MB]
-    assert finding.evidence.beta_bytes_per_s == pytest.approx(125e6, rel=0.01)
-    assert finding.evidence.alpha_ns == pytest.approx(100_000, rel=0.2)
-    assert finding.evidence.replay_error_ratio < 0.01
+    assert link_facts(finding).bytes_a_step == 10 * MB
+    assert link_facts(finding).message_bytes == [1 * MB, 4 * MB, 5 * MB]
+    assert link_facts(finding).beta_bytes_per_s == pytest.approx(125e6, rel=0.01)
+    assert link_facts(finding).alpha_ns == pytest.approx(100_000, rel=0.2)
+    error_ratio = link_facts(finding).replay_error_ratio
+    assert error_ratio is not None
+    assert error_ratio < 0.01
     assert finding.gain is not None
 
 
@@ -71,7 +85,7 @@ def test_the_gain_of_half_the_bytes_is_what_the_run_with_half_the_bytes_saves() 
 
 def test_many_small_buckets_are_a_matter_of_latency_with_the_gain_of_fewer() -> None:
     finding = only(comm_bound(many().evidence(**on_hosts(2, hosts=2))))
-    assert (finding.evidence.kind, finding.evidence.messages_a_step) == ("latency", 100)
+    assert (link_facts(finding).kind, link_facts(finding).messages_a_step) == ("latency", 100)
     assert "bucket_cap_mb" in finding.remedy
     assert "ompress" not in finding.remedy
     one = many(sizes=[4096 * 100], ready_ms=[20.0]).evidence()
@@ -82,7 +96,7 @@ def test_many_small_buckets_are_a_matter_of_latency_with_the_gain_of_fewer() -> 
 
 def test_one_small_bucket_has_no_gain_and_is_not_critical() -> None:
     finding = only(comm_bound(Run([1284], [1.0], alpha_ms=4.0, before_ms=1.0).evidence(**on_hosts(2))))
-    assert (finding.evidence.kind, finding.severity, finding.gain) == ("latency", "info", None)
+    assert (link_facts(finding).kind, finding.severity, finding.gain) == ("latency", "info", None)
     assert "67 % of the steps' time" in finding.title
     assert "ompress" not in finding.remedy + finding.title
 
@@ -90,7 +104,7 @@ def test_one_small_bucket_has_no_gain_and_is_not_critical() -> None:
 @pytest.mark.parametrize("run", [large(), many(), Run([68, 1284], [0.5, 1.0], alpha_ms=1.0, before_ms=1.0)])
 def test_transfers_that_wait_for_a_processor_are_a_matter_of_processors(run: Run) -> None:
     finding = only(comm_bound(disturbed(run).evidence(**on_hosts(2, processors="0-1"))))
-    assert (finding.evidence.kind, finding.severity, finding.gain) == ("processor", "info", None)
+    assert (link_facts(finding).kind, finding.severity, finding.gain) == ("processor", "info", None)
     assert "2 ranks with 4 threads of training and communication share 2 processors of host node0" in finding.title
     assert "ompress" not in finding.remedy
 
@@ -100,7 +114,7 @@ def test_ranks_that_are_pinned_to_a_core_each_share_two_processors() -> None:
     for rank, hello in facts["hellos"].items():
         hello.settings["processors"] = str(rank)
     finding = only(comm_bound(disturbed(large()).evidence(**facts)))
-    assert finding.evidence.processors["processors"] == 2
+    assert processors_of(finding)["processors"] == 2
 
 
 @pytest.mark.parametrize(
@@ -116,9 +130,9 @@ def test_disturbed_transfers_without_a_shown_lack_of_processors_have_no_known_ca
     facts: dict[str, Any], reason: str
 ) -> None:
     finding = only(comm_bound(disturbed(large()).evidence(**facts)))
-    assert (finding.evidence.kind, finding.severity) == (None, "info")
-    assert reason in finding.evidence.not_known_because
-    assert finding.cause == f"not known: {finding.evidence.not_known_because}"
+    assert (link_facts(finding).kind, finding.severity) == (None, "info")
+    assert reason in str(link_facts(finding).not_known_because)
+    assert finding.cause == f"not known: {link_facts(finding).not_known_because}"
 
 
 @pytest.mark.parametrize(("delay_share", "kind"), [(0.3, "processor"), (0.05, None)])
@@ -129,21 +143,21 @@ def test_the_kernels_waits_for_a_processor_show_a_lack_too(delay_share: float, k
     steps: Any = SimpleNamespace(**counters | {"run_delay_ns": (delay_share * took_ns).astype(np.int64)})
     steps.select = evidence.steps.select
     finding = only(comm_bound(replace(evidence, steps=steps)))
-    assert finding.evidence.kind == kind
+    assert link_facts(finding).kind == kind
     assert ("30 % of the steps' time" in finding.cause) == (kind is not None)
 
 
 def test_a_steady_link_is_blamed_although_the_host_has_too_few_processors() -> None:
     finding = only(comm_bound(large().evidence(**on_hosts(2, processors="0-1"))))
-    assert finding.evidence.kind == "bandwidth"
-    assert finding.evidence.processors["threads_per_processor"] == 2.0
+    assert link_facts(finding).kind == "bandwidth"
+    assert processors_of(finding)["threads_per_processor"] == 2.0
 
 
 def test_equal_sizes_do_not_separate_latency_from_bandwidth() -> None:
     finding = only(comm_bound(large(sizes=[4 * MB] * 3).evidence(**on_hosts(2, hosts=2))))
-    assert finding.evidence.kind == "bandwidth"
-    assert (finding.evidence.alpha_ns, finding.evidence.beta_bytes_per_s) == (None, None)
-    assert finding.evidence.bytes_per_s == pytest.approx(125e6, rel=0.02)
+    assert link_facts(finding).kind == "bandwidth"
+    assert (link_facts(finding).alpha_ns, link_facts(finding).beta_bytes_per_s) == (None, None)
+    assert link_facts(finding).bytes_per_s == pytest.approx(125e6, rel=0.02)
 
 
 def test_a_slow_rank_is_the_stragglers_and_not_communication() -> None:
@@ -170,7 +184,7 @@ def test_a_gain_counts_by_the_share_of_the_time_that_is_in_steps() -> None:
     """Nine tenths of the time are between the steps: the same gain is a tenth of the run's."""
     step_ms = float(np.median(large().evidence().joined.step_ns)) / MS
     finding = only(comm_bound(large(pause_ms=9 * step_ms).evidence(**on_hosts(2, hosts=2))))
-    assert (finding.evidence.kind, finding.severity) == ("bandwidth", "info")
+    assert (link_facts(finding).kind, finding.severity) == ("bandwidth", "info")
     assert "the steps are 10 % of the time examined" in finding.title
     assert finding.gain is not None
 
@@ -180,15 +194,15 @@ def test_communication_outside_of_the_buckets_is_not_blamed_on_them() -> None:
     evidence = Run([4096], [10.0]).evidence()
     rows = with_columns(evidence.steps, exposed_comm_ns=evidence.steps.exposed_comm_ns + 50 * MS)
     finding = only(comm_bound(evidence_of(evidence.rank, rows, columns=evidence.columns)))
-    assert (finding.evidence.kind, finding.severity) == ("outside", "info")
+    assert (link_facts(finding).kind, finding.severity) == ("outside", "info")
     assert "collectives of your own code" in finding.remedy
 
 
 def test_without_spans_the_share_is_reported_and_no_cause() -> None:
     finding = only(comm_bound(synchronous([{}, {}], moving_ms=50)))
-    assert finding.evidence.exposed_share == pytest.approx(0.4)
-    assert (finding.evidence.waiting_ns, finding.evidence.moving_ns) == (0, 50 * MS)
-    assert (finding.severity, finding.evidence.kind) == ("info", None)
+    assert link_facts(finding).exposed_share == pytest.approx(0.4)
+    assert (link_facts(finding).waiting_ns, link_facts(finding).moving_ns) == (0, 50 * MS)
+    assert (finding.severity, link_facts(finding).kind) == ("info", None)
 
 
 def test_spans_without_their_layout_are_a_reason_not_to_know() -> None:
@@ -196,7 +210,7 @@ def test_spans_without_their_layout_are_a_reason_not_to_know() -> None:
     evidence.columns._layout = Run([], []).layout()  # type: ignore[union-attr]
     finding = only(comm_bound(evidence))
     assert (
-        finding.evidence.not_known_because
+        link_facts(finding).not_known_because
         == "only 0 of the 20 steps that a judgement needs have bucket spans of all ranks"
     )
 
@@ -207,9 +221,9 @@ def test_too_many_spans_are_a_reason_not_to_know() -> None:
             raise ColumnsTooLargeError("too many rows")
 
     run = large()
-    reader = TooLarge(run.layout(), np.zeros(0, np.int64), wire.Spans.from_table(np.zeros((8, 0), np.int64)), [])
+    reader: Any = TooLarge(run.layout(), np.zeros(0, np.int64), wire.Spans.from_table(np.zeros((8, 0), np.int64)), [])
     finding = only(comm_bound(replace(run.evidence(), columns=reader)))
-    assert finding.evidence.not_known_because == "too many rows"
+    assert link_facts(finding).not_known_because == "too many rows"
 
 
 def test_steps_of_two_synchronised_backwards_are_judged_too() -> None:
@@ -226,8 +240,8 @@ def test_a_little_exposed_communication_is_not_comm_bound() -> None:
 def test_waiting_and_moving_are_separated() -> None:
     # Fifteen of sixteen ranks wait 75 ms, and then 70 ms move, of a step of 220 ms.
     finding = only(comm_bound(synchronous([{"backward": 75.0}] + [{}] * 15, moving_ms=70)))
-    assert finding.evidence.waiting_ns == 75 * MS * 15 // 16
-    assert finding.evidence.moving_ns == 70 * MS
+    assert link_facts(finding).waiting_ns == 75 * MS * 15 // 16
+    assert link_facts(finding).moving_ns == 70 * MS
 
 
 @pytest.mark.parametrize("moving_ms", [3.0, 50.0])
@@ -257,8 +271,9 @@ def test_neither_waiting_nor_moving_is_claimed_if_the_slow_rank_may_be_unseen(un
     judgement = comm_bound(replace(synchronous([{}, {}], moving_ms=50), **unseen))
     finding = only(judgement)
     assert "cannot be separated" in str(judgement[-1])
-    assert (finding.severity, finding.evidence.exposed_share) == ("info", pytest.approx(0.4))
-    assert finding.evidence.waiting_ns is finding.evidence.moving_ns is None
+    assert finding.severity == "info"
+    assert link_facts(finding).exposed_share == pytest.approx(0.4)
+    assert link_facts(finding).waiting_ns is link_facts(finding).moving_ns is None
     assert "ompress" not in finding.remedy
     assert ("ranks 4 and 7" in finding.remedy) == ("absences" in unseen)
 

@@ -11,27 +11,29 @@ import pytest
 from ddpobs_server.analysis.account.rank_account import Process
 from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.finding import Finding, Gain, by_severity
-from ddpobs_server.analysis.findings.crash import crash
-from ddpobs_server.analysis.findings.hang import hang
-from ddpobs_server.analysis.findings.not_reduced import not_reduced
-from ddpobs_server.analysis.findings.replicas_differ import replicas_differ
+from ddpobs_server.analysis.findings.crash import CrashFacts, crash
+from ddpobs_server.analysis.findings.hang import HangFacts, hang
+from ddpobs_server.analysis.findings.not_reduced import NotReducedFacts, not_reduced
+from ddpobs_server.analysis.findings.replicas_differ import ReplicasDifferFacts, replicas_differ
 
 from ddpobs import wire
-from tests.support.analysis.failures import evidence, only
+from tests.support.analysis.failures import evidence
+from tests.support.analysis.judged import facts_of, only
 
 S = 10**9
 
 
 def pulse(activity: str, **fields: Any) -> wire.Pulse:
-    known = {
+    known: dict[str, Any] = {
         "phase": "backward",
         "step": 7,
         "idle_ns": 12 * S,
         "patience_ns": 8 * S,
         "synchronised": 7,
         "place": "a.py:3",
+        "activity": activity,
     }
-    return wire.Pulse(at_ns=0, activity=activity, **(known | fields))  # type: ignore[arg-type]
+    return wire.Pulse(at_ns=0, **(known | fields))
 
 
 class Layouts:
@@ -47,16 +49,17 @@ def test_a_hang_names_rank_phase_bucket_parameters_and_stacks() -> None:
     assert finding.parameters == ["head.weight"]
     assert finding.cause.endswith("rank 0 waits in bucket 0.0 of step 7")
     assert finding.where == "host node-b, bucket 0.0: head.weight"
-    facts = finding.evidence
+    facts = facts_of(HangFacts, finding)
     assert (facts.kind, facts.activities, facts.hosts) == ("absent", {0: "bucket", 1: "data"}, {1: "node-b"})
     assert facts.stacks[1] == ["a.py:3 f"]
 
 
 def test_a_rank_that_went_silent_and_a_stopped_neighbour_are_told_apart() -> None:
     pulses = {0: pulse("bucket"), 1: pulse("code", idle_ns=0)}
-    assert only(hang(evidence(pulses=pulses, silent_ns={1: 11 * S}))).evidence.kind == "stopped"
+    finding = only(hang(evidence(pulses=pulses, silent_ns={1: 11 * S})))
+    assert facts_of(HangFacts, finding).kind == "stopped"
     pulses[0] = pulse("bucket", processes={"1": "gone"})
-    assert only(hang(evidence(pulses=pulses))).evidence.kind == "dead"
+    assert facts_of(HangFacts, only(hang(evidence(pulses=pulses)))).kind == "dead"
 
 
 def test_runs_that_go_on_have_crashed_or_run_an_older_client_do_not_hang() -> None:
@@ -74,13 +77,15 @@ def stuck(rank: int, activity: str, idle_s: int) -> tuple[int, wire.Event]:
 
 def test_a_hang_that_is_over_stays_with_its_length() -> None:
     finding = only(hang(evidence(events=[stuck(0, "bucket", 30), stuck(1, "data", 23)])))
-    assert (finding.severity, finding.ranks, finding.evidence.length_ns) == ("info", [1], 23 * S)
+    assert (finding.severity, finding.ranks, facts_of(HangFacts, finding).length_ns) == ("info", [1], 23 * S)
     assert (finding.verdict, finding.measure) == (
         "The run stood still in step 9 and went on",
         "no progress for 23 s",
     )
     assert finding.cause == "rank 1 was in data (a.py:3), while rank 0 waited in a bucket's reduction"
-    assert finding.evidence.places == finding.evidence.stacks == {}
+    facts = facts_of(HangFacts, finding)
+    assert facts.places == {}
+    assert facts.stacks == {}
 
 
 def test_a_hang_that_ended_with_the_run_stays_critical() -> None:
@@ -103,7 +108,8 @@ def test_the_rank_with_an_error_of_its_own_failed_first_also_with_a_late_clock()
     finding = only(crash(evidence(events=[victim, failed(1, "ValueError", "a bad sample\nmore", 6)])))
     assert (finding.verdict, finding.cause) == ("Rank 1 failed in forward of step 6", "ValueError: a bad sample")
     assert finding.measure == "rank 0 failed because of it"
-    assert (finding.ranks, finding.phase, finding.evidence.victims.keys()) == ([1], "forward", {0})
+    assert (finding.ranks, finding.phase) == ([1], "forward")
+    assert facts_of(CrashFacts, finding).victims.keys() == {0}
 
 
 def test_a_process_that_died_without_a_word_comes_before_its_victims() -> None:
@@ -254,7 +260,7 @@ def test_a_connection_of_the_scripts_own_that_fails_is_a_failure_of_its_rank(err
 
 
 def test_a_single_rank_that_was_terminated_is_named_with_its_signal() -> None:
-    detail = {"wall_ns": 4 * S, "phase": "forward", "signal": "SIGTERM"}
+    detail: dict[str, wire.Scalar] = {"wall_ns": 4 * S, "phase": "forward", "signal": "SIGTERM"}
     terminated = (1, wire.Event(kind="terminated", at_ns=0, step=6, detail=detail))
     finding = only(crash(evidence(events=[failed(0, "RuntimeError", "Connection closed by peer", 5), terminated])))
     assert (finding.verdict, finding.cause) == ("Rank 1 was terminated in forward of step 6", "SIGTERM")
@@ -282,7 +288,7 @@ def test_a_parameter_that_differs_after_the_optimizer_is_named_with_its_ranks_an
     samples += [(rank, fingerprint(1000, [1, 2], [3, 9 if rank == 1 else 4], [5])) for rank in range(3)]
     finding = only(replicas_differ(evidence(fingerprints=samples)))
     assert (finding.ranks, finding.parameters, finding.steps) == ([1], ["a.bias"], (0, 1000))
-    assert finding.evidence.parts == ["parameters"]
+    assert facts_of(ReplicasDifferFacts, finding).parts == ["parameters"]
     assert "gradients agree, parameters differ" in finding.cause
 
 
@@ -291,7 +297,7 @@ def test_gradients_that_differ_point_before_the_optimizer_and_buffers_to_themsel
     assert "before the optimizer" in only(replicas_differ(evidence(fingerprints=differing))).cause
     buffers = [(rank, fingerprint(0, [1, 2], [3, 4], [5 + rank])) for rank in range(2)]
     finding = only(replicas_differ(evidence(fingerprints=buffers)))
-    assert (finding.parameters, finding.evidence.parts) == (["bn.mean"], ["buffers"])
+    assert (finding.parameters, facts_of(ReplicasDifferFacts, finding).parts) == (["bn.mean"], ["buffers"])
 
 
 def test_equal_replicas_and_a_single_rank_raise_nothing() -> None:
@@ -300,10 +306,10 @@ def test_equal_replicas_and_a_single_rank_raise_nothing() -> None:
 
 
 def test_gradients_that_were_never_reduced_are_named_with_the_reason() -> None:
-    detail = {"reason": "bypassed", "parameters": "l.weight, l.bias", "count": 2, "module": 0}
+    detail: dict[str, wire.Scalar] = {"reason": "bypassed", "parameters": "l.weight, l.bias", "count": 2, "module": 0}
     events = [(rank, wire.Event(kind="not_reduced", at_ns=0, step=3, detail=detail)) for rank in range(2)]
     finding = only(not_reduced(evidence(events=events)))
-    assert (finding.ranks, finding.parameters, finding.evidence.reason) == (
+    assert (finding.ranks, finding.parameters, facts_of(NotReducedFacts, finding).reason) == (
         [0, 1],
         ["l.weight", "l.bias"],
         "bypassed",

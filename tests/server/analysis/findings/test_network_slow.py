@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from ddpobs_server.analysis.evidence import Judgement
 from ddpobs_server.analysis.finding import Finding, NotJudged
-from ddpobs_server.analysis.findings.network_slow import network_slow
+from ddpobs_server.analysis.findings.network_slow import NetworkSlowFacts, network_slow
 
+from tests.support.analysis.judged import facts_of, only
 from tests.support.analysis.link_scenario import Run, on_hosts
+
+facts = partial(facts_of, NetworkSlowFacts)
 
 MB = 10**6
 STEPS = 200
@@ -21,22 +24,16 @@ TWO_HOSTS = on_hosts(2, hosts=2)
 def slow_between(first: int, end: int, factor: float = 3.0, **changes: Any) -> Run:
     slower = np.exp(np.random.default_rng(0).normal(0, 0.05, STEPS))
     slower[first:end] *= factor
-    fields = {"sizes": [MB, 2 * MB], "ready_ms": [10.0, 20.0], "steps": STEPS, "slower": slower}
+    fields: dict[str, Any] = {"sizes": [MB, 2 * MB], "ready_ms": [10.0, 20.0], "steps": STEPS, "slower": slower}
     return Run(**fields | changes)
-
-
-def only(judgement: Judgement) -> Finding:
-    (finding,) = judgement
-    assert isinstance(finding, Finding)
-    return finding
 
 
 def test_a_link_that_slows_down_is_named_with_its_interval_and_bandwidth() -> None:
     finding = only(network_slow(slow_between(100, 160).evidence(**TWO_HOSTS)))
     assert finding.steps[0] == pytest.approx(100, abs=8)
     assert finding.steps[1] == pytest.approx(159, abs=8)
-    assert finding.evidence.ratio == pytest.approx(3.0, rel=0.1)
-    assert finding.evidence.bytes_per_s == pytest.approx(finding.evidence.earlier_bytes_per_s / 3, rel=0.1)
+    assert facts(finding).ratio == pytest.approx(3.0, rel=0.1)
+    assert facts(finding).bytes_per_s == pytest.approx(facts(finding).earlier_bytes_per_s / 3, rel=0.1)
     assert finding.severity == "critical"
     assert "instead of 0.12" in finding.title
 
@@ -98,8 +95,7 @@ def test_more_bytes_take_longer_on_the_same_link() -> None:
     """The first steps moved a part of the buckets, as with unused parameters."""
     run = slow_between(0, 0)
     evidence = run.evidence(**TWO_HOSTS)
-    first = evidence.columns
-    assert first is not None
+    first: Any = evidence.columns
     slow = slow_between(100, 200).evidence(**TWO_HOSTS)
     rank, spans = first.spans([0, 1], 0, STEPS)
     cut = (spans.step >= 100) | (spans.bucket == 0)
@@ -112,7 +108,8 @@ def test_more_bytes_take_longer_on_the_same_link() -> None:
             rows = cut & np.isin(rank, ranks) & (spans.step >= begin) & (spans.step <= last)
             return rank[rows], spans.select(rows)
 
-    assert network_slow(replace(slow, columns=Fewer())) == []
+    fewer: Any = Fewer()
+    assert network_slow(replace(slow, columns=fewer)) == []
 
 
 def test_few_steps_and_single_ranks_have_no_past_to_compare() -> None:

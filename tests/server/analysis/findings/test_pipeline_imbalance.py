@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from ddpobs_server.analysis.finding import Finding, NotJudged
 from ddpobs_server.analysis.findings.comm_bound import comm_bound
-from ddpobs_server.analysis.findings.pipeline_imbalance import layer_of, pipeline_imbalance
+from ddpobs_server.analysis.findings.pipeline_imbalance import PipelineImbalanceFacts, layer_of, pipeline_imbalance
 from ddpobs_server.analysis.findings.straggler import straggler
+from ddpobs_server.analysis.slow_ranks.facts import SlowRankFacts
 
 from ddpobs import wire
+from tests.support.analysis.judged import facts_of
 from tests.support.analysis.pipeline_scenario import events, evidence_of
 from tests.support.analysis.scenario import MS
 
@@ -38,7 +40,7 @@ def test_the_stage_that_computes_longest_is_named_with_the_gain_of_moving_a_laye
     assert finding.remedy == "Move one of its 6 layers to stage 0, and measure again."
     assert finding.gain is not None
     assert (finding.gain.step_ns, finding.gain.error_ratio) == (6 * MS, 0)
-    assert finding.evidence.balanced_saves_ns == 12 * MS
+    assert facts_of(PipelineImbalanceFacts, finding).balanced_saves_ns == 12 * MS
     assert finding.severity == "warning"
 
 
@@ -84,7 +86,7 @@ def test_a_slow_replica_is_named_within_its_stage() -> None:
     """Stage 1 takes three times as long, which is no straggling; rank 1 is slower than rank 0."""
     findings = straggler(evidence_of([16, 16, 48, 48], own_ms=[16, 26, 48, 48]))
     (finding,) = [found for found in findings if isinstance(found, Finding)]
-    assert (finding.ranks, finding.evidence.stages) == ([1], [0])
+    assert (finding.ranks, facts_of(SlowRankFacts, finding).stages) == ([1], [0])
     assert finding.measure.startswith("+10.0 ms a step over the other replicas of stage 0, ")
 
 

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ddpobs_server.analysis.evidence import Evidence, Judgement
+from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.finding import Finding, NotJudged
 from ddpobs_server.analysis.findings.accumulation_pays import accumulation_pays
 from ddpobs_server.analysis.findings.bucket_size import bucket_size
 from ddpobs_server.analysis.findings.compression_pays import compression_pays
 
 from ddpobs import wire
+from tests.support.analysis.judged import only
 from tests.support.analysis.link_scenario import Run, on_hosts
 
 MB = 10**6
@@ -23,12 +24,6 @@ MANY = Run(sizes=[MB // 10, MB // 20] * 10, ready_ms=[0.1 * number for number in
 BYTES = Run(sizes=[4 * MB, MB], ready_ms=[5.0, 10.0])
 """40 ms of bytes a step."""
 JUDGES = [bucket_size, compression_pays, accumulation_pays]
-
-
-def only(judgement: Judgement) -> Finding:
-    (finding,) = judgement
-    assert isinstance(finding, Finding)
-    return finding
 
 
 def step_ns(run: Run) -> float:

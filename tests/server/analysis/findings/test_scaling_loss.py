@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
-from ddpobs_server.analysis.evidence import Judgement
-from ddpobs_server.analysis.finding import Finding, NotJudged
-from ddpobs_server.analysis.findings.scaling_loss import scaling_loss
+from ddpobs_server.analysis.finding import NotJudged
+from ddpobs_server.analysis.findings.scaling_loss import ScalingLossFacts, scaling_loss
 
+from tests.support.analysis.judged import facts_of, only
 from tests.support.analysis.link_scenario import Run
 
+facts = partial(facts_of, ScalingLossFacts)
+
 MB = 10**6
-
-
-def only(judgement: Judgement) -> Finding:
-    (finding,) = judgement
-    assert isinstance(finding, Finding)
-    return finding
 
 
 def test_the_parts_of_the_loss_add_up_to_the_step() -> None:
@@ -28,8 +26,8 @@ def test_the_parts_of_the_loss_add_up_to_the_step() -> None:
         name: getattr(finding.evidence, name) / 1e6 for name in ("step_ns", "ideal_step_ns", "waiting_ns", "moving_ns")
     }
     assert parts == pytest.approx({"step_ns": 58.1, "ideal_step_ns": 30, "waiting_ns": 20, "moving_ns": 8.1}, rel=0.01)
-    assert finding.evidence.efficiency == pytest.approx(30 / 58.1, rel=0.01)
-    assert finding.evidence.slowdown == pytest.approx(58.1 / 30, rel=0.01)
+    assert facts(finding).efficiency == pytest.approx(30 / 58.1, rel=0.01)
+    assert facts(finding).slowdown == pytest.approx(58.1 / 30, rel=0.01)
     assert finding.verdict == "4 ranks do the work of 2.1"
     assert finding.measure == "52 % of the time from step to step is computation"
     assert finding.cause.startswith("34 % of it is waiting for other ranks")

@@ -12,7 +12,8 @@ from ddpobs_server.analysis.findings.time_outside_steps import time_outside_step
 
 from ddpobs import wire
 from tests.support.analysis.accounts import S, phases, process
-from tests.support.analysis.failures import evidence, only
+from tests.support.analysis.failures import evidence
+from tests.support.analysis.judged import only
 
 
 def judge(*processes: Process, size: int = 2) -> list[Finding | NotJudged]:
@@ -35,7 +36,8 @@ def test_the_rank_that_saves_is_named_and_the_other_waits() -> None:
     assert [(each.first, each.last) for each in finding.intervals] == [(4, 200)]
     assert "in the background" in finding.remedy
     assert finding.gain is not None
-    assert (finding.gain.whole, finding.gain.ratio) == ("run", pytest.approx(0.7))
+    assert finding.gain.whole == "run"
+    assert finding.gain.ratio == pytest.approx(0.7)
 
 
 def test_an_evaluation_of_all_ranks_is_named() -> None:
@@ -50,7 +52,7 @@ def test_a_run_that_trains_most_of_the_time_has_no_finding() -> None:
 
 def test_a_start_of_less_than_a_minute_does_not_count() -> None:
     assert judge(*(process(rank, until_s=30, **steps(20)) for rank in range(2))) == []
-    slow = {"imported_ns": 5 * S, "ready_ns": 400 * S, "until_s": 500}
+    slow: dict[str, Any] = {"imported_ns": 5 * S, "ready_ns": 400 * S, "until_s": 500}
     finding = only(judge(*(process(rank, **slow, **steps(100)) for rank in range(2))))
     assert "all ranks start up for 80 % of the run" in finding.title
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
-from ddpobs_server.analysis.evidence import Judgement
 from ddpobs_server.analysis.finding import Finding, NotJudged
-from ddpobs_server.analysis.findings.utilisation_swings import autocorrelation, utilisation_swings
+from ddpobs_server.analysis.findings.utilisation_swings import (
+    UtilisationSwingsFacts,
+    autocorrelation,
+    utilisation_swings,
+)
 
 from ddpobs import wire
+from tests.support.analysis.judged import facts_of, only
 from tests.support.analysis.link_scenario import Run
 from tests.support.analysis.scenario import MS, Floats, columns, evidence_of, own_times
+
+facts = partial(facts_of, UtilisationSwingsFacts)
 
 
 def run(gap_ms: Floats) -> Run:
@@ -25,19 +33,13 @@ def noisy(gap_ms: Floats, seed: int = 0, share: float = 0.1) -> Floats:
     return np.asarray(gap_ms * np.exp(np.random.default_rng(seed).normal(0, share, len(gap_ms))))
 
 
-def only(judgement: Judgement) -> Finding:
-    (finding,) = judgement
-    assert isinstance(finding, Finding)
-    return finding
-
-
 @pytest.mark.parametrize("half", [1, 3, 10, 25])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_periodic_swing_is_named_with_its_period_phase_and_size(half: int, seed: int) -> None:
     finding = only(utilisation_swings(run(noisy(square(200, half, 20.0, 40.0), seed)).evidence()))
-    assert (finding.evidence.period_steps, finding.phase) == (2 * half, "data")
+    assert (facts(finding).period_steps, finding.phase) == (2 * half, "data")
     # Steps of 35 and 55 ms.
-    assert finding.evidence.swing == pytest.approx(20 / 45, rel=0.25)
+    assert facts(finding).swing == pytest.approx(20 / 45, rel=0.25)
     assert finding.severity == "warning"
     assert finding.gain is not None
     assert finding.gain.step_ns == pytest.approx(10e6, rel=0.35)
@@ -48,7 +50,7 @@ def test_lasting_levels_without_a_period_are_a_swing_without_a_gain() -> None:
     for first, end in ((30, 60), (110, 200), (230, 250), (320, 390)):
         gap[first:end] = 45.0
     finding = only(utilisation_swings(run(noisy(gap, share=0.05)).evidence()))
-    assert (finding.evidence.period_steps, finding.severity, finding.gain) == (None, "info", None)
+    assert (facts(finding).period_steps, finding.severity, finding.gain) == (None, "info", None)
     assert "without a period" in finding.title
 
 
