@@ -10,11 +10,11 @@ import pytest
 from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.finding import Finding, NotJudged
 from ddpobs_server.analysis.findings.other_bound import other_bound
-from ddpobs_server.analysis.findings.processor_bound import processor_bound
+from ddpobs_server.analysis.findings.processor_bound import ProcessorBoundFacts, processor_bound
 from ddpobs_server.analysis.findings.straggler import straggler
 
 from ddpobs import wire
-from tests.support.analysis.failures import only
+from tests.support.analysis.judged import facts_of, only
 from tests.support.analysis.scenario import MS, columns, evidence_of, flat, noiseless, with_columns
 
 STEPS, WAIT_MS = 300, 60.0
@@ -26,9 +26,9 @@ def waiting(
     """A run whose ranks wait 60 ms a step for a processor, all or those of `slow`, beside 75 ms of work."""
     members = range(ranks) if slow is None else slow
     own, waits = noiseless({}, STEPS, ranks), np.zeros((STEPS, ranks))
-    for rank in members:
-        own[since:, rank, wire.OWN_PHASES.index("other")] += round(WAIT_MS * MS)
-        waits[since:, rank] = WAIT_MS * MS
+    for member in members:
+        own[since:, member, wire.OWN_PHASES.index("other")] += round(WAIT_MS * MS)
+        waits[since:, member] = WAIT_MS * MS
     rank, steps = columns(own)
     recorded = {"run_delay_ns": flat(waits), "throttled_ns": flat(throttled * waits)}
     recorded["running_ns"] = flat(np.full((STEPS, ranks), 70.0 * MS))
@@ -38,7 +38,8 @@ def waiting(
 
 def pulses(ranks: int = 2, **machine: Any) -> dict[int, wire.Pulse]:
     code = [wire.CodePlace(phase="other", place="a.py:3", calls="log", looks=40)]
-    state = wire.Machine(**{"host_processors": 8, "allowed": "0-7"} | machine)
+    known: dict[str, Any] = {"host_processors": 8, "allowed": "0-7"}
+    state = wire.Machine(**known | machine)
     pulse = wire.Pulse(at_ns=0, phase="other", step=STEPS, machine=state, looks=40, code=code)
     return dict.fromkeys(range(ranks), pulse)
 
@@ -56,7 +57,7 @@ def test_ranks_that_share_one_processor_since_a_step_wait_together_and_none_is_s
     assert abs(int(finding.verdict.rpartition(" ")[2]) - 100) <= 4
     assert finding.cause == "ranks 0 and 1 may use processor 3 only, of 8 of the host"
     assert "affinity" in finding.remedy
-    assert finding.evidence.delay_share == pytest.approx(WAIT_MS / (75 + WAIT_MS), abs=0.04)
+    assert facts_of(ProcessorBoundFacts, finding).delay_share == pytest.approx(WAIT_MS / (75 + WAIT_MS), abs=0.04)
     assert finding.gain is not None
     assert straggler(judged) == []
 
@@ -73,7 +74,7 @@ def test_ranks_that_share_one_processor_since_a_step_wait_together_and_none_is_s
 )
 def test_the_cause_is_what_was_seen(facts: dict[str, Any], cause: str, words: str) -> None:
     finding = only(processor_bound(waiting(**facts)))
-    assert finding.evidence.cause == cause
+    assert facts_of(ProcessorBoundFacts, finding).cause == cause
     assert words in finding.cause
     assert finding.verdict == "All ranks wait for a processor"
 
