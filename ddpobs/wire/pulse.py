@@ -92,9 +92,11 @@ class Input(Record, frozen=True, kw_only=True):
         creating_ns: Time in the creation of iterators.
         batches: Number of batches that training took.
         fetching_ns: Time until the batches came.
+        first_ns: Part of `fetching_ns` until the first batch of each iterator came: its workers start meanwhile.
         closing_ns: Time in ending the workers of iterators that were dropped.
         collating_ns: Time in `collate_fn`, with zero workers.
         workers: Number of worker processes of the loader in use; `UNKNOWN` before the first batch.
+        persistent: Its workers outlive an iterator.
         ahead: Number of batches that a worker prepares in advance (`prefetch_factor`).
         cpus: Number of processors that this process may use.
         awaited_ns: Time by the worker whose batch was awaited.
@@ -105,9 +107,11 @@ class Input(Record, frozen=True, kw_only=True):
     creating_ns: Count = 0
     batches: Count = 0
     fetching_ns: Count = 0
+    first_ns: Count = 0
     closing_ns: Count = 0
     collating_ns: Count = 0
     workers: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=MOST_INDEX)] = UNKNOWN
+    persistent: bool = False
     ahead: Count = 0
     cpus: Count = 0
     awaited_ns: Annotated[list[Count], msgspec.Meta(max_length=256)] = msgspec.field(default_factory=list)

@@ -55,7 +55,7 @@ def findings_of(evidence: Evidence) -> list[Finding]:
         ("generator", "own-loader", "input_cases.py"),
         ("class", "own-loader", "input_cases.py"),
         ("iter-each-step", "new-iterators", "for batch in loader"),
-        pytest.param("few-workers", "few-workers", "num_workers", marks=pytest.mark.alone),
+        pytest.param("few-workers", "few-workers", "not keep up", marks=pytest.mark.alone),
         pytest.param("slow-worker", "slow-worker", "worker 1", marks=pytest.mark.alone),
         ("slow-collate", "slow-collate", "collate_fn"),
     ],

@@ -21,8 +21,8 @@ class InputCounts:
 
     def __init__(self) -> None:
         self._iterators = self._batches = 0
-        self._creating_ns = self._fetching_ns = self._closing_ns = self._collating_ns = 0
-        self._workers, self._ahead = wire.UNKNOWN, 0
+        self._creating_ns = self._fetching_ns = self._first_ns = self._closing_ns = self._collating_ns = 0
+        self._workers, self._ahead, self._persistent = wire.UNKNOWN, 0, False
         self._awaited_ns: list[int] = []
         self._alone_ns: list[int] = []
 
@@ -34,12 +34,14 @@ class InputCounts:
         workers = min(int(loader.num_workers), _MOST_WORKERS)
         if workers != self._workers:
             self._workers, self._awaited_ns, self._alone_ns = workers, [0] * workers, [0] * workers
-        self._ahead = int(loader.prefetch_factor or 0)
+        self._ahead, self._persistent = int(loader.prefetch_factor or 0), bool(loader.persistent_workers)
 
     def fetched(self, batches: Any, took_ns: int, worker: int | None) -> None:
         """Count a batch, for which training waited for this worker; None if it did not wait for a known one."""
         self._batches += 1
         self._fetching_ns += took_ns
+        if getattr(batches, "_num_yielded", 0) == 1:
+            self._first_ns += took_ns
         if worker is not None and took_ns > _LONG_NS:
             self._count_wait(batches, took_ns, worker)
         if self._batches >= _HALVED_AT:
@@ -68,9 +70,11 @@ class InputCounts:
             creating_ns=self._creating_ns,
             batches=self._batches,
             fetching_ns=self._fetching_ns,
+            first_ns=self._first_ns,
             closing_ns=self._closing_ns,
             collating_ns=self._collating_ns,
             workers=self._workers,
+            persistent=self._persistent,
             ahead=self._ahead,
             cpus=len(os.sched_getaffinity(0)),
             awaited_ns=list(self._awaited_ns),
@@ -81,5 +85,5 @@ class InputCounts:
         for name, value in vars(self).items():
             if isinstance(value, list):
                 setattr(self, name, [ns // 2 for ns in value])
-            elif name not in ("_workers", "_ahead"):
+            elif name not in ("_workers", "_ahead", "_persistent"):
                 setattr(self, name, value // 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,8 @@ from torch.utils.data import DataLoader
 from ddpobs import wire
 from ddpobs.steps.raw_step import InputSize
 from tests.support.loops import DATA, Loop
+
+START_S = 0.2
 
 
 @pytest.fixture
@@ -51,6 +54,18 @@ def test_new_iterators_are_counted_with_the_end_of_their_workers_which_is_data(l
     assert (record.iterators, record.batches, record.workers, record.ahead) == (3, 3, 1, 2)
     assert record.creating_ns > 0
     assert record.closing_ns > 0
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_first_batch_of_each_epoch_has_a_time_of_its_own(loop: Loop, persistent: bool) -> None:
+    loader = DataLoader(
+        DATA, batch_size=2, num_workers=1, worker_init_fn=lambda _: time.sleep(START_S), persistent_workers=persistent
+    )
+    for _ in range(3):
+        loop.train(loader)
+    record = counts_of(loop)
+    assert (record.iterators, record.batches, record.persistent) == (3, 12, persistent)
+    assert START_S * 1e9 * (1 if persistent else 3) <= record.first_ns <= record.fetching_ns
 
 
 def test_batches_of_an_evaluation_are_not_counted(loop: Loop) -> None:

@@ -59,6 +59,8 @@ WORKERS = {"iterators": 1, "creating_ns": MS, "batches": 100, "fetching_ns": 10_
         ({"workers": 2, "iterators": 100, "creating_ns": 10_000 * MS}, "new-iterators", (50, 100)),
         ({"workers": 2, "iterators": 40, "creating_ns": 10_000 * MS}, "new-iterators", (50, 100)),
         ({"workers": 0, "iterators": 100}, "few-workers", (100, 100)),
+        ({"workers": 2, "iterators": 10, "first_ns": 9_000 * MS}, "new-iterators", (80, 89)),
+        ({"workers": 2, "iterators": 10, "first_ns": 1_000 * MS}, "few-workers", (100, 100)),
     ],
 )
 def test_each_cause_has_its_bounds_of_the_gain(
@@ -84,6 +86,26 @@ def test_few_processors_limit_the_predicted_gain() -> None:
     assert "2 processors" in finding.remedy
     assert finding.gain is not None
     assert finding.gain.error_ratio == 1.0
+
+
+def test_no_more_workers_are_advised_than_a_rank_has_processors() -> None:
+    some = input_finding(**(WORKERS | {"workers": 2, "cpus": 6}))  # Two ranks share them.
+    assert some.remedy.startswith("Set num_workers=3. Make samples or collate_fn cheaper, too")
+    assert "5 would keep up" in some.remedy
+    none = input_finding(**(WORKERS | {"workers": 8, "cpus": 6}))
+    assert none.remedy.startswith("Make samples or collate_fn cheaper")
+    assert "num_workers" not in none.remedy
+
+
+def test_workers_that_start_in_each_epoch_cost_these_seconds_and_are_not_cured_by_more() -> None:
+    counts = WORKERS | {"workers": 2, "iterators": 10, "first_ns": 9_000 * MS}
+    finding = input_finding(**counts)
+    assert finding.cause.endswith("starts its workers anew: 0.89 s each time")
+    assert "persistent_workers=True" in finding.remedy
+    assert "num_workers" not in finding.remedy
+    outliving = input_finding(**counts, persistent=True)
+    assert facts(outliving).cause == "new-iterators"
+    assert "persistent_workers" not in outliving.remedy
 
 
 def test_a_new_iterator_in_each_step_is_not_cured_by_more_workers() -> None:

@@ -114,23 +114,46 @@ def _own_loader(use: InputUse) -> InputCause | None:
 def _new_iterators(use: InputUse) -> InputCause | None:
     """Iterators that serve few batches each, so that starting workers takes the time."""
     batches, iterators = use.total("batches"), use.total("iterators")
-    share = use.share_of_input("creating_ns", "closing_ns")
+    starting_ns = use.total("creating_ns", "closing_ns") + _excess_of_first_ns(use)
+    share = min(1.0, starting_ns / max(1, use.total("creating_ns", "fetching_ns", "closing_ns")))
     short_lived = batches < _FEW_BATCHES * iterators
     if use.workers <= 0 or not (short_lived or share >= _MOST):
         return None
-    each_step = batches < 2 * iterators
-    remedy = (
-        "Keep one iterator: loop with `for batch in loader`, or call iter(loader) once. More workers make it slower."
-        if each_step
-        else "Set persistent_workers=True, so that the workers outlive an epoch, or make epochs longer."
-    )
+    begins, remedy = _beginning(use, is_each_step=batches < 2 * iterators)
     return InputCause(
         "new-iterators",
-        f"each iterator of the loader serves {batches / max(1, iterators):.1f} batches, and starts its workers anew",
+        f"each iterator of the loader serves {batches / max(1, iterators):.1f} batches, and {begins}: "
+        f"{starting_ns / max(1, iterators) / 1e9:.2g} s each time",
         remedy,
-        (share * use.data_ns, use.data_ns),
+        _saved_ns(use, share * use.data_ns, is_short_lived=short_lived),
         {"batches": batches, "iterators": iterators, "starting_share": round(share, 4)},
     )
+
+
+def _saved_ns(use: InputUse, starting_ns: float, *, is_short_lived: bool) -> tuple[float, float]:
+    """Least and most saving: the first start remains. Iterators of a few batches never come to work ahead, either."""
+    of_each = use.total("iterators") / max(1, len(use.inputs))
+    return starting_ns * (1 - 1 / max(1.0, of_each)), use.data_ns if is_short_lived else starting_ns
+
+
+def _excess_of_first_ns(use: InputUse) -> float:
+    """Time until the first batches of iterators came, above that of as many later batches."""
+    first_ns, iterators = use.total("first_ns"), use.total("iterators")
+    later = use.total("batches") - iterators
+    if not first_ns or later <= 0:
+        return 0.0
+    return max(0.0, first_ns - iterators * (use.total("fetching_ns") - first_ns) / later)
+
+
+def _beginning(use: InputUse, *, is_each_step: bool) -> tuple[str, str]:
+    """How iterators begin, and the remedy."""
+    if is_each_step:
+        remedy = "Keep one iterator: loop with `for batch in loader`, or call iter(loader) once."
+        return "starts its workers anew", f"{remedy} More workers make it slower."
+    if all(counts.persistent for counts in use.inputs):
+        return "waits until a worker has its first batch", "Make epochs longer, so that training waits less often."
+    remedy = "Set persistent_workers=True, so that the workers outlive an epoch, or make epochs longer."
+    return "starts its workers anew", f"{remedy} More workers make it slower."
 
 
 def _slow_collate(use: InputUse) -> InputCause | None:
@@ -178,19 +201,27 @@ def _few_workers(use: InputUse) -> InputCause | None:
     batch_ns = workers * (use.data_ns + use.rest_ns) if workers else use.data_ns
     needed = max(workers + 1, ceil(batch_ns / use.rest_ns))
     least_step_ns = max(use.rest_ns, batch_ns / max(workers, use.processors))
-    words = f"each rank's loader has {workers} worker{'s' * (workers != 1)}, too few to keep up"
-    enough = needed <= use.processors
     return InputCause(
         "few-workers",
-        words if workers else "the loader has no workers: the training thread prepares each batch",
-        f"Set num_workers={needed}: a batch takes {batch_ns / 1e6:.3g} ms of a worker, the rest of a step "
-        f"{use.rest_ns / 1e6:.3g} ms."
-        + (
-            ""
-            if enough
-            else f" A rank has {use.processors} processors here, so more workers help only as far as samples wait for "
-            "files or the network. Otherwise make samples or collate_fn cheaper."
-        ),
+        f"each rank's loader has {workers} worker{'s' * (workers != 1)}, which do{'es' * (workers == 1)} not keep up"
+        if workers
+        else "the loader has no workers: the training thread prepares each batch",
+        _more_workers(use, batch_ns, needed),
         (max(0.0, use.data_ns + use.rest_ns - least_step_ns), use.data_ns),
         {"workers": workers, "needed_workers": needed, "batch_ns": round(batch_ns), "processors": use.processors},
+    )
+
+
+def _more_workers(use: InputUse, batch_ns: float, needed: int) -> str:
+    """Advise as many workers as keep up, but no more than a rank has processors."""
+    advised = min(needed, use.processors)
+    times = f"a batch takes {batch_ns / 1e6:.3g} ms of a worker, the rest of a step {use.rest_ns / 1e6:.3g} ms"
+    if advised == needed:
+        return f"Set num_workers={needed}: {times}."
+    cheaper = "Make samples or collate_fn cheaper"
+    advice = f"Set num_workers={advised}. {cheaper}, too" if advised > use.workers else cheaper
+    has = f"A rank has {use.processors} processor{'s' * (use.processors != 1)} here"
+    return (
+        f"{advice}: {times}. {has}: more workers help "
+        f"only as far as samples wait for files or the network; {needed} would keep up then."
     )
