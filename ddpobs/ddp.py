@@ -19,6 +19,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from ddpobs.comm import CommFactory, choose, name_of
 from ddpobs.config import TelemetryConfig, resolve
 from ddpobs.errors import ConfigError, DataParallelError
+from ddpobs.never_raises import goes_on_without
 from ddpobs.reducer import model_check, pipeline_steps
 from ddpobs.reducer.ddp_logger import Logger
 from ddpobs.reducer.late_parameters import Frozen
@@ -265,6 +266,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             "is_multi_device_module": int(self.is_multi_device_module),
         }
 
+    @goes_on_without
     def _join_telemetry(self) -> ModuleObserver | None:
         if self._telemetry_config is None:
             return None
@@ -283,7 +285,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 "bucket_cap_mb": self.bucket_bytes_cap / 2**20,
             },
         )
-        weakref.finalize(self, telemetry.forget, recorder).atexit = False
+        if recorder is not None:
+            weakref.finalize(self, telemetry.forget, recorder).atexit = False
         return recorder
 
     def _sync_buffers(self) -> None:

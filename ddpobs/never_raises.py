@@ -30,6 +30,21 @@ def never_raises(call: Callable[_P, _T]) -> Callable[_P, _T | None]:
     return guarded
 
 
+def goes_on_without(start: Callable[_P, _T]) -> Callable[_P, _T | None]:
+    """Decorate a start of telemetry: if it fails, one line has the reason, and the training goes on without it."""
+
+    @wraps(start)
+    def started(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+        try:
+            return start(*args, **kwargs)
+        except Exception as error:
+            _log.warning("ddpobs: no telemetry: %s", str(error) or type(error).__name__)
+            _log.debug("ddpobs: no telemetry", exc_info=True)
+            return None
+
+    return started
+
+
 def log_failure(call: Callable[..., object]) -> None:
     """Log the error of that call, which is being handled."""
     _log.exception("ddpobs: telemetry failed in %s; training goes on", call.__qualname__)

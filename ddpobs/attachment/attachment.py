@@ -28,7 +28,7 @@ from ddpobs.attachment.readiness import Readiness
 from ddpobs.attachment.torch_layout import Reduction, current_layout, real_numbers, reducer_settings
 from ddpobs.buckets import bucket as bucketing
 from ddpobs.errors import DataParallelError, DdpobsError
-from ddpobs.never_raises import never_raises
+from ddpobs.never_raises import goes_on_without, never_raises
 from ddpobs.observers import ModuleObserver
 from ddpobs.torch_seam import autograd
 from ddpobs.torch_seam.collectives import time_collectives
@@ -53,7 +53,7 @@ def attach(
 
     Returns:
         The attachment, whose `detach()` removes the telemetry; the same object if the model is attached already. None
-        with telemetry off, and for ddpobs' own DDP, which takes `telemetry=` itself.
+        with telemetry off, where it cannot start, and for ddpobs' own DDP, which takes `telemetry=` itself.
 
     Raises:
         DataParallelError: The model is a `torch.nn.DataParallel`.
@@ -69,12 +69,26 @@ def attach(
         )
     if config is None or any(base.__module__ == "ddpobs.ddp" for base in type(model).__mro__):
         return None
-    if model not in _attachments:
+    return _attachments.get(model) or _begin(model, config)
+
+
+@goes_on_without
+def _begin(model: DistributedDataParallel, config: settings.TelemetryConfig) -> Attachment | None:
+    """Attach; None if telemetry cannot start."""
+    skip_in_dynamo()
+    recorder = telemetry.join(model, config, model.process_group, reducer_settings(model))
+    if recorder is None:
+        return None
+    if not _attachments:
+        _class_patches.install()
+    try:
+        _attachments[model] = attachment = Attachment(model, recorder)
+    except BaseException:
+        telemetry.leave(recorder)
         if not _attachments:
-            skip_in_dynamo()
-            _class_patches.install()
-        _attachments[model] = Attachment(model, config)
-    return _attachments[model]
+            _class_patches.remove()
+        raise
+    return attachment
 
 
 class Attachment:
@@ -88,9 +102,8 @@ class Attachment:
     """
 
     @unseen
-    def __init__(self, model: DistributedDataParallel, config: settings.TelemetryConfig) -> None:
-        self._model = weakref.ref(model)
-        self._recorder: ModuleObserver = telemetry.join(model, config, model.process_group, reducer_settings(model))
+    def __init__(self, model: DistributedDataParallel, recorder: ModuleObserver) -> None:
+        self._model, self._recorder = weakref.ref(model), recorder
         self.now = self._recorder.now
         rest_at_exit()
         self._works_are_timed = False

@@ -113,14 +113,19 @@ class Delivery:
             return [len(batch.body) for batch in (*self._queue, self._in_flight) if batch is not None]
 
     def start(self) -> None:
-        """Start the thread.
+        """Start the thread, unless the certificates that its sender needs cannot be read.
 
-        Its sender is created here, not on the thread. A child forked during an import, or while OpenSSL reads
+        The sender is created here, not on the thread. A child forked during an import, or while OpenSSL reads
         certificates, would wait forever for a lock that the thread holds.
         """
-        sender = Sender(self._config)
-        self._thread = threading.Thread(target=self._run, args=(sender,), name="ddpobs-delivery", daemon=True)
-        self._thread.start()
+        try:
+            sender = Sender(self._config)
+        except OSError as error:
+            self._warn("sender", "batches are kept, and none is sent: %s", error)
+            return
+        thread = threading.Thread(target=self._run, args=(sender,), name="ddpobs-delivery", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def put(self, batch: Encoded) -> None:
         """Accept a batch. Never waits for the network.

@@ -121,10 +121,15 @@ class Exporter:
         return self._delivery.first_answer
 
     def start(self) -> None:
-        """Start the threads."""
-        self._try("start", self._delivery.start)
-        self._thread = threading.Thread(target=self._run, name="ddpobs-telemetry", daemon=True)
-        self._thread.start()
+        """Start the threads.
+
+        Raises:
+            RuntimeError: The system starts no more threads.
+        """
+        self._delivery.start()
+        thread = threading.Thread(target=self._run, name="ddpobs-telemetry", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def offer(self, record: object, weight: int = 1, slots: int = 1) -> bool:
         """Queue a record; returns False if the queue is full and the record was dropped.
@@ -196,7 +201,10 @@ class Exporter:
         self._deadline = began + 0.5 * limit_s
         self._stopping = True
         self._wake.set()
-        if self._thread is None or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
+            return
+        if self._thread is None:  # It could not start.
+            self._delivery.close(self._deadline)
             return
         self._thread.join(0.6 * limit_s)
         if self._thread.is_alive():

@@ -39,6 +39,7 @@ from ddpobs.horovod.optimizer_arguments import (
 from ddpobs.horovod.position import rank, size
 from ddpobs.horovod.process import ProcessSet, global_process_set
 from ddpobs.horovod.reduction import OptimizerReducer
+from ddpobs.never_raises import goes_on_without
 from ddpobs.observers import ModuleObserver
 from ddpobs.reducer import model_check
 from ddpobs.reducer.settings import Settings
@@ -388,11 +389,13 @@ def _free_index() -> int:
     return next(index for index in count() if index not in used)
 
 
-def _observe(optimizer: Any, group: dist.ProcessGroup, config: TelemetryConfig, passes: int) -> ModuleObserver:
+@goes_on_without
+def _observe(optimizer: Any, group: dist.ProcessGroup, config: TelemetryConfig, passes: int) -> ModuleObserver | None:
     from ddpobs import telemetry
 
     settings: dict[str, str | int] = {"reducer": "ddpobs.horovod", "backward_passes_per_step": passes}
     recorder = telemetry.join(optimizer._model, config, group, settings, name=type(optimizer).__name__)
-    finalize(optimizer, telemetry.forget, recorder).atexit = False
-    watch(optimizer._model, recorder)
+    if recorder is not None:
+        finalize(optimizer, telemetry.forget, recorder).atexit = False
+        watch(optimizer._model, recorder)
     return recorder

@@ -62,7 +62,7 @@ class Rendezvous:
         self._compared = range(world_size) if compared is None else compared
         self._created_at = time.monotonic()
         self._connection: StoreConnection | None = None
-        self._store_gone = False
+        self._store_gone = self._is_unreachable = False
         self._identities: IdentityExchange | None = None
         self._is_identified = False
         self._statistics: Exchange | None = None
@@ -70,14 +70,19 @@ class Rendezvous:
         self._hang_log: HangLog | None = None
 
     def open(self) -> None:
-        """Connect to the store and request the identity.
+        """Connect to the store and request the identity; a store that is not reachable is tried again later.
 
         Before the first backward, which no rank finishes without this rank: the leader still exists then.
         """
-        default: Any = dist.distributed_c10d._get_default_store()
-        self._connection = StoreConnection(default)
-        prefix = PrefixStore(f"ddpobs/meeting/{self._generation}", self._connection.store)
-        self._identities = IdentityExchange(prefix, self._rank, self._propose)
+        try:
+            default: Any = dist.distributed_c10d._get_default_store()
+            self._connection = StoreConnection(default)
+            prefix = PrefixStore(f"ddpobs/meeting/{self._generation}", self._connection.store)
+            self._identities = IdentityExchange(prefix, self._rank, self._propose)
+        except Exception as error:
+            if not self._is_unreachable:
+                _log.warning("ddpobs: the ranks' store is not reachable, and is tried again: %s", error)
+            self._is_unreachable = True
 
     def find_identity(self) -> bool:
         """Accept the shared identity when it has arrived; the leader also answers the other ranks.

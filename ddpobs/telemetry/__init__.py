@@ -6,6 +6,7 @@ forgotten: collection happens at different times on different ranks, and telemet
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from ddpobs import wire
 from ddpobs.client.client import Run
 from ddpobs.config import TelemetryConfig
+from ddpobs.never_raises import goes_on_without
 from ddpobs.observers import ModuleObserver
 from ddpobs.telemetry.process import Telemetry
 from ddpobs.torch_seam.collectives import ranks_of
@@ -24,17 +26,20 @@ __all__ = ["Telemetry", "current_run", "forget", "join", "leave"]
 _process: Telemetry | None = None
 _generation = 0
 """Number of telemetries that this process has had. It is equal on all ranks, so an older identity never matches."""
+_failed_in: weakref.ref[dist.ProcessGroup] | None = None
+"""Process group in which telemetry could not start: a further module does not try again, apart from the other ranks."""
 
 
 @unseen
+@goes_on_without
 def join(
     module: torch.nn.Module,
     config: TelemetryConfig,
     process_group: dist.ProcessGroup,
     settings: Mapping[str, wire.Scalar],
     name: str | None = None,
-) -> ModuleObserver:
-    """Start recording one DDP module.
+) -> ModuleObserver | None:
+    """Start recording one DDP module; None, after one line with the reason, if telemetry cannot start.
 
     The first module of a process starts the telemetry thread and installs the hooks. So does the first module after the
     process has left its process group and joined a new one, perhaps with another rank.
@@ -46,15 +51,29 @@ def join(
         settings: Settings of the reducer that matter for a diagnosis.
         name: Name of the module; None for the class of the wrapped module.
     """
-    global _process, _generation  # noqa: PLW0603 - one telemetry per process
+    global _process  # noqa: PLW0603 - one telemetry per process
     if _process is not None and not _process.current:
         process, _process = _process, None
         process.close()
     if _process is None:
-        _generation += 1
+        if _failed_in is not None and _failed_in() is dist.group.WORLD:
+            return None
         settings = {**settings, "group_ranks": process_group.size()}
-        _process = Telemetry(config, _device(module), process_group, settings, _generation)
+        _process = _start(config, _device(module), process_group, settings)
     return _process.recorder(module, ranks_of(process_group), name)
+
+
+def _start(
+    config: TelemetryConfig, device: torch.device, group: dist.ProcessGroup, settings: Mapping[str, wire.Scalar]
+) -> Telemetry:
+    global _generation, _failed_in  # noqa: PLW0603 - one telemetry per process
+    _generation += 1
+    try:
+        return Telemetry(config, device, group, settings, _generation)
+    except BaseException:
+        world = dist.group.WORLD
+        _failed_in = None if world is None else weakref.ref(world)
+        raise
 
 
 def leave(recorder: ModuleObserver) -> None:

@@ -102,8 +102,8 @@ class Observation:
             ProcessHooks(self._journal, self._event),
             self._loaders,
         ):
-            hook.install()
             self._hooks.callback(hook.remove)
+            hook.install()
         self._counters.install()
 
     def remove_hooks(self) -> None:

@@ -8,6 +8,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from multiprocessing.util import Finalize
 from typing import NamedTuple
@@ -112,10 +113,19 @@ class Telemetry:
             self._exporter.count_lost,
             self._flow.account_with,
         )
-        self._place = LastPlace(folder_of(config.spool) / FOLDER, source)
-        mark(os.environ, self._place.slots, config.run or launcher_run_name(os.environ) or "")
-        self._place_seen_ns = 0
-        counters = CounterReader()
+        with ExitStack() as undo:
+            self._place = LastPlace(folder_of(config.spool) / FOLDER, source)
+            undo.callback(self._place.close)
+            self._place_seen_ns = 0
+            self._observe(device, undo)
+            self._start(undo)
+            mark(os.environ, self._place.slots, config.run or launcher_run_name(os.environ) or "")
+            undo.pop_all()
+
+    def _observe(self, device: torch.device, undo: ExitStack) -> None:
+        """Create what observes the training."""
+        config, counters = self._config, CounterReader()
+        undo.callback(counters.close)
         self._journal = Journal(
             self._clock,
             self._step_closed,
@@ -126,13 +136,32 @@ class Telemetry:
         )
         self._journal.evaluation.covers_all = self._evaluating
         self._observation = Observation(config, device, self._journal, counters, self._recorders, self._event)
+        undo.callback(self._observation.stop)
         pulses = self._observation.pulses
         self._ending = Ending(config, self._journal, self._place, self._exporter, pulses, self._finish)
         self._termination = Termination(self._ending.terminate, self._ending.interrupt)
-        self._start()
 
-    def _start(self) -> None:
-        never_raises(self._rendezvous.open)()
+    def _start(self, undo: ExitStack) -> None:
+        """Start the threads, then install the hooks; `undo` takes what ends them if a later one fails."""
+        self._rendezvous.open()
+        self._schedule()
+        undo.callback(self._exporter.close, _CLOSE_S)
+        self._exporter.start()
+        undo.callback(self._observation.remove_hooks)
+        self._observation.install_hooks(self._ending.fail, self._ending.end_cell)
+        undo.callback(self._observation.unreduced.remove)
+        self._observation.unreduced.install()
+        undo.callback(self._termination.remove)
+        self._termination.install()
+        self._announcer.start()
+        atexit.register(self.close)
+        undo.callback(atexit.unregister, self.close)
+        # A process that multiprocessing forked does not run atexit.
+        self._at_exit = Finalize(None, self._close_in_child, exitpriority=0)
+        undo.callback(self._at_exit.cancel)
+
+    def _schedule(self) -> None:
+        """Let the exporter's thread look at everything from time to time."""
         flush_s, pulse_s = self._config.flush_s, self._config.pulse_s
         self._exporter.call_every(_LOOK_S, self._find_identity)
         self._exporter.call_every(min(pulse_s, flush_s / 2), self._journal.entries.catch_up)
@@ -143,14 +172,6 @@ class Telemetry:
         self._exporter.call_every(pulse_s, self._flush_fingerprints)
         self._exporter.call_every(pulse_s, lambda: DONE if self._announcer.look() else None)
         self._observation.schedule(self._exporter)
-        self._announcer.start()
-        self._exporter.start()
-        self._observation.install_hooks(self._ending.fail, self._ending.end_cell)
-        self._observation.unreduced.install()
-        self._termination.install()
-        atexit.register(self.close)
-        # A process that multiprocessing forked does not run atexit.
-        self._at_exit = Finalize(None, self._close_in_child, exitpriority=0)
 
     @property
     def current(self) -> bool:

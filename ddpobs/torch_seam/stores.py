@@ -31,8 +31,9 @@ class StoreConnection:
         self.store = store.clone()
         fresh = {} if port is None else _sockets_to(port)
         # Duplicates of its descriptor, which end with this object, and without a warning where the process exits.
-        self._descriptors = [os.dup(number) for inode, number in fresh.items() if inode not in known]
+        self._descriptors: list[int] = []
         finalize(self, _close, self._descriptors)
+        self._descriptors.extend(os.dup(number) for inode, number in fresh.items() if inode not in known)
 
     def is_closed(self) -> bool:
         """Whether the server has closed the connection; False for a store without a server."""

@@ -56,12 +56,21 @@ class Termination:
             signal.set_wakeup_fd(previous)
             self._close_pipe()
             return False
+        try:
+            self._start()
+        except BaseException:
+            self._restore()
+            self._close_pipe()
+            raise
+        _installed.add(self)
+        return True
+
+    def _start(self) -> None:
         if signal.getsignal(_SIGTERM) == signal.SIG_DFL:
             signal.signal(_SIGTERM, self._handler)
-        _installed.add(self)
-        self._thread = threading.Thread(target=self._run, args=(self._read,), name="ddpobs-signals", daemon=True)
-        self._thread.start()
-        return True
+        thread = threading.Thread(target=self._run, args=(self._read,), name="ddpobs-signals", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def remove(self) -> None:
         """Restore the default action, unless another handler came since.
@@ -70,16 +79,19 @@ class Termination:
         """
         if self._write < 0 or os.getpid() != self._pid or threading.current_thread() is not threading.main_thread():
             return
-        if signal.getsignal(_SIGTERM) == self._handler:
-            signal.signal(_SIGTERM, signal.SIG_DFL)
-        current = signal.set_wakeup_fd(-1)
-        if current != self._write:
-            signal.set_wakeup_fd(current)
+        self._restore()
         os.write(self._write, b"\0")
         os.close(self._write)
         self._write = -1
         if self._thread is not None:
             self._thread.join(_JOIN_S)
+
+    def _restore(self) -> None:
+        if signal.getsignal(_SIGTERM) == self._handler:
+            signal.signal(_SIGTERM, signal.SIG_DFL)
+        current = signal.set_wakeup_fd(-1)
+        if current != self._write:
+            signal.set_wakeup_fd(current)
 
     def _wake(self, _number: int, _frame: Any) -> None:
         """Run on the main thread; of use where another wake-up descriptor was set since."""
@@ -109,13 +121,8 @@ class Termination:
 def _restore_in_child() -> None:
     """In a forked child (a loader worker) no thread reads the pipe: SIGTERM ends it at once."""
     for termination in list(_installed):
-        if termination._write < 0:
-            continue
-        current = signal.set_wakeup_fd(-1)
-        if current != termination._write:
-            signal.set_wakeup_fd(current)
-        if signal.getsignal(_SIGTERM) == termination._handler:
-            signal.signal(_SIGTERM, signal.SIG_DFL)
+        if termination._write >= 0:
+            termination._restore()
 
 
 os.register_at_fork(after_in_child=_restore_in_child)

@@ -156,14 +156,13 @@ def _create(path: Path) -> mmap.mmap:
 def _create_file(path: Path) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        if os.write(descriptor, bytes(SIZE)) != SIZE:
-            raise OSError(errno.ENOSPC, "no room", str(path))
-        return mmap.mmap(descriptor, SIZE)
+        with os.fdopen(descriptor, "r+b", buffering=0) as file:
+            if file.write(bytes(SIZE)) != SIZE:
+                raise OSError(errno.ENOSPC, "no room", str(path))
+            return mmap.mmap(file.fileno(), SIZE)
     except OSError:
         path.unlink()
         raise
-    finally:
-        os.close(descriptor)
 
 
 def remove(path: Path) -> None:
