@@ -143,7 +143,8 @@ def outcome(runs: list[Run]) -> Outcome:
     """Diagnose all runs."""
     won, false = set(), set()
     for run in runs:
-        findings = [each.as_json() for each in straggler.straggler(run.evidence) if isinstance(each, Finding)]
+        fresh = replace(run.evidence)  # Evidence keeps results that several findings use.
+        findings = [each.as_json() for each in straggler.straggler(fresh) if isinstance(each, Finding)]
         expected = None if run.expected is None else replace(run.expected, layer=None, cause=None)
         right = finding_about(findings, expected) if expected else None
         if expected and right and all(compared(right, expected, None).values()):

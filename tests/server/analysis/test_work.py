@@ -143,8 +143,37 @@ def test_longer_samples_and_a_busy_neighbour_are_split_within_a_tenth(ranks: int
         )
 
 
-def test_batches_of_one_size_each_cannot_be_told_from_a_slow_machine() -> None:
-    evidence, _, _ = run(2, longer=1.5, spread=0.0)
+def constant(rows: tuple[int, int], short_last: int = 0) -> wire.Ints:
+    """Return the rows of 300 batches of two ranks; every 20th is shorter."""
+    table = np.tile(np.array(rows), (300, 1))
+    table[19::20] -= short_last
+    return flat(table)
+
+
+@pytest.mark.parametrize("short_last", [0, 5])
+def test_a_rank_with_twice_the_rows_in_each_batch_is_late_because_of_them(short_last: int) -> None:
+    evidence, _, _ = run(2, longer=2.0, spread=0.0, samples=constant((16, 32), short_last))
+    (finding,) = findings(imbalanced_batches(evidence))
+    assert (finding.ranks, finding.verdict) == ([1], "Rank 1 is late because of its batches")
+    assert finding.cause == "its batches always have 2.00 times the rows of the other ranks' batches"
+    facts = facts_of(ImbalancedBatchesFacts, finding)
+    assert facts.ns_per_unit == pytest.approx(MS_PER_TOKEN * TOKENS / 16 * MS, rel=0.05)
+    assert (facts.work, facts.machine_excess_ns) == ({"0": 16, "1": 32}, None)
+    assert finding.gain is not None
+    assert straggler(evidence) == []
+
+
+@pytest.mark.parametrize(
+    ("case", "rows"),
+    [
+        pytest.param({"slower": 1.6}, (16, 20), id="preempted, with more rows"),
+        pytest.param({"longer": 2.0}, (16, 20), id="far more time than rows"),
+        pytest.param({"longer": 2.0}, (20, 16), id="fewer rows than the other"),
+    ],
+)
+def test_a_slow_rank_whose_rows_do_not_explain_it_is_a_straggler(case: dict[str, Any], rows: tuple[int, int]) -> None:
+    unknown = flat(np.zeros((300, 2)))
+    evidence, _, _ = run(2, spread=0.0, samples=constant(rows), elements=unknown, longest=unknown, **case)
     (not_judged,) = imbalanced_batches(evidence)
     assert isinstance(not_judged, NotJudged)
     assert "always of one size" in not_judged.reason

@@ -15,20 +15,29 @@ from ddpobs.shared.delay import excesses
 from ddpobs.shared.words import percent
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, how_often, milliseconds, severity_of
-from ddpobs_server.analysis.findings.straggler import MIN_COMPARED_STEPS, RECENT_STEPS
+from ddpobs_server.analysis.findings.straggler import (
+    MIN_COMPARED_STEPS,
+    RECENT_STEPS,
+    UNEVEN,
+    slow_by_constant_batches,
+)
 from ddpobs_server.analysis.slow_ranks.chance import beyond_chance
 from ddpobs_server.analysis.slow_ranks.lateness import Lateness, cost_shares, lateness, mean_gain, typical_lateness
 from ddpobs_server.analysis.slow_ranks.recurrence import costly_ranks, recurring_ranks
-from ddpobs_server.analysis.slow_ranks.work import WorkFit, at_equal_machines, uneven_constant_work
+from ddpobs_server.analysis.slow_ranks.slow_rank import SlowRank
+from ddpobs_server.analysis.slow_ranks.work import ConstantWork, WorkFit, at_equal_machines, uneven_constant_work
 from ddpobs_server.analysis.steps.joined_steps import JoinedSteps
 
 CODES = ("imbalanced-batches",)
 _MIN_GAIN = 0.05
 """Least share of the steps that equal batches would save, if no rank's batches are always larger."""
-_UNEVEN = 0.1
 _REMEDY = (
     "Give each rank batches of the same work in each step: sort samples by length into buckets and let each rank draw "
     "from the same bucket (a length-grouped sampler), or fill batches up to a number of elements instead of rows."
+)
+_CONSTANT_REMEDY = (
+    "Give each rank as many samples: divide the batch by the number of ranks, with the same batch_size on each. If one "
+    "is to have more, because its device is faster, give it fewer."
 )
 
 
@@ -40,7 +49,8 @@ class ImbalancedBatchesFacts(Facts):
         measure: Measure of work.
         ns_per_unit: Own time per unit of it.
         work: Median work by rank.
-        machine_excess_ns: Excess of each rank's median own time at equal work.
+        machine_excess_ns: Excess of each rank's median own time at equal work; None if each rank's batches always have
+            one size, so that it cannot be told.
         steps_used: Number of steps.
         step_ns: Median step.
         excess_ns: Median delay of the rank in the steps in which it is late; None if no rank is late.
@@ -52,7 +62,7 @@ class ImbalancedBatchesFacts(Facts):
     measure: str
     ns_per_unit: float
     work: dict[str, float]
-    machine_excess_ns: dict[str, int]
+    machine_excess_ns: dict[str, int] | None
     steps_used: int
     step_ns: int
     excess_ns: int | None = None
@@ -70,7 +80,9 @@ def imbalanced_batches(evidence: Evidence) -> Judgement:
     if evidence.separate_groups_reason or len(joined.ranks) < 2 or len(joined) < MIN_COMPARED_STEPS:
         return []  # The finding `straggler` needs the same, and reports the reason.
     if evidence.work_fit is None:
-        if uneven_constant_work(joined, evidence.steps, _UNEVEN):
+        if by_batches := slow_by_constant_batches(evidence):
+            return [_of_constant_batches(slow, constant, evidence) for slow, constant in by_batches]
+        if uneven_constant_work(joined, evidence.steps, UNEVEN) is not None:
             reason = "each rank's batches are always of one size, so that their work cannot be told from its machine"
             return [NotJudged("imbalanced-batches", reason)]
         return []
@@ -135,6 +147,39 @@ def _finding(
             **facts,
         ),
         gain=gain,
+    )
+
+
+def _of_constant_batches(slow: SlowRank, constant: ConstantWork, evidence: Evidence) -> Finding:
+    ranks = evidence.joined.ranks.tolist()
+    index = ranks.index(slow.rank)
+    more = constant.work[index] - np.median(np.delete(constant.work, index))
+    return Finding(
+        code="imbalanced-batches",
+        severity=slow.severity,
+        verdict=f"Rank {slow.rank} is late because of its batches",
+        measure=f"{milliseconds(slow.excess_ns)} more in {how_often(slow.late_share)}, of a step of "
+        f"{milliseconds(slow.step_ns)}",
+        cause=f"its batches always have {constant.ratio(index):.2f} times the {constant.measure} of the other ranks' "
+        "batches",
+        where=evidence.where([slow.rank]),
+        remedy=_CONSTANT_REMEDY,
+        steps=slow.steps,
+        ranks=[slow.rank],
+        phase=slow.phase,
+        evidence=ImbalancedBatchesFacts(
+            measure=constant.measure,
+            ns_per_unit=round(slow.excess_ns / float(more), 3),
+            work=dict(zip(map(str, ranks), constant.work.tolist(), strict=True)),
+            machine_excess_ns=None,
+            steps_used=slow.steps_used,
+            step_ns=slow.step_ns,
+            excess_ns=slow.excess_ns,
+            late_share=round(slow.late_share, 4),
+            lost_share=round(slow.lost_share, 4),
+            chance=round(slow.chance, 4),
+        ),
+        gain=slow.gain,
     )
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from ddpobs_server.analysis.evidence import ColumnsTooLargeError, Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, NotJudged
 from ddpobs_server.analysis.slow_ranks.bucket import with_buckets
-from ddpobs_server.analysis.slow_ranks.cause import with_cause
+from ddpobs_server.analysis.slow_ranks.cause import OWN_WORK, with_cause
 from ddpobs_server.analysis.slow_ranks.describe import describe_in_turn, describe_slow_rank
 from ddpobs_server.analysis.slow_ranks.extent import with_extent
 from ddpobs_server.analysis.slow_ranks.facts import MovingFacts, SlowRankFacts, TakingTurnsFacts
@@ -21,7 +23,12 @@ from ddpobs_server.analysis.slow_ranks.recent import recently_slow
 from ddpobs_server.analysis.slow_ranks.slow_rank import SlowInTurn, SlowRank
 from ddpobs_server.analysis.slow_ranks.slow_stretches import slow_in_stretches
 from ddpobs_server.analysis.slow_ranks.whole_run import WholeRun
-from ddpobs_server.analysis.slow_ranks.work import at_equal_work, without_run_delay
+from ddpobs_server.analysis.slow_ranks.work import (
+    ConstantWork,
+    at_equal_work,
+    uneven_constant_work,
+    without_run_delay,
+)
 from ddpobs_server.analysis.steps.joined_steps import JoinedSteps
 from ddpobs_server.analysis.steps.pipeline import Stage
 
@@ -30,6 +37,10 @@ FACTS = (SlowRankFacts, MovingFacts, TakingTurnsFacts)
 MIN_COMPARED_STEPS = 32
 RECENT_STEPS = 1024
 """Latest steps that are judged as one. Stretches of the whole run are judged by themselves."""
+UNEVEN = 0.1
+"""Least difference of the ranks' constant work, as a share of it, that counts."""
+_MOST_OF_RATIO = 1.25
+"""Largest delay that more work explains, as a multiple of the time that is in proportion to it."""
 
 
 def straggler(evidence: Evidence) -> Judgement:
@@ -48,23 +59,62 @@ def _judged(evidence: Evidence, stage: Stage | None) -> list[Finding | NotJudged
     missing = [NotJudged("straggler", where + text) for text in (reason, *evidence.absence_reasons) if text]
     if reason:
         return [*missing]
-    fit = evidence.work_fit
-    if fit is not None:  # Lateness from larger batches is the finding `imbalanced-batches`.
-        evidence = replace(evidence, joined=at_equal_work(evidence.joined, fit))
-    slow_ranks, in_turn = _detected(evidence)
-    if fit is not None:
-        error_ns = dict(zip(evidence.joined.ranks.tolist(), fit.error_ns, strict=True))
-        slow_ranks = [slow for slow in slow_ranks if slow.excess_ns >= error_ns[slow.rank]]
+    slow_ranks, in_turn = slow_at_equal_work(evidence)
+    by_batches = {slow.rank for slow, _ in slow_by_constant_batches(evidence)} if stage is None else set()
+    slow_ranks = [slow for slow in slow_ranks if slow.rank not in by_batches]
     if evidence.columns is not None:
         try:
             slow_ranks = with_buckets(slow_ranks, evidence, evidence.columns)
         except ColumnsTooLargeError as error:
             missing.append(NotJudged("buckets", f"{where}{error}"))
     return [
-        *(describe_slow_rank(with_cause(slow, evidence), evidence, stage) for slow in slow_ranks),
+        *(describe_slow_rank(slow, evidence, stage) for slow in slow_ranks),
         *(describe_in_turn(slow, evidence, stage) for slow in in_turn),
         *missing,
     ]
+
+
+def slow_at_equal_work(evidence: Evidence) -> tuple[list[SlowRank], list[SlowInTurn]]:
+    """Return the ranks that are slow by themselves, each with its cause, and those that are slow in turn.
+
+    Lateness from larger batches is left out, as far as the sizes of the batches vary.
+    """
+    if "slow" not in evidence.shared:
+        evidence.shared["slow"] = _slow_at_equal_work(evidence)
+    slow: tuple[list[SlowRank], list[SlowInTurn]] = evidence.shared["slow"]
+    return slow
+
+
+def _slow_at_equal_work(evidence: Evidence) -> tuple[list[SlowRank], list[SlowInTurn]]:
+    fit = evidence.work_fit
+    if fit is not None:
+        evidence = replace(evidence, joined=at_equal_work(evidence.joined, fit))
+    slow_ranks, in_turn = _detected(evidence)
+    if fit is not None:
+        error_ns = dict(zip(evidence.joined.ranks.tolist(), fit.error_ns, strict=True))
+        slow_ranks = [slow for slow in slow_ranks if slow.excess_ns >= error_ns[slow.rank]]
+    return [with_cause(slow, evidence) for slow in slow_ranks], in_turn
+
+
+def slow_by_constant_batches(evidence: Evidence) -> list[tuple[SlowRank, ConstantWork]]:
+    """Return the slow ranks whose batches always hold more than the others', if no counter explains the delay.
+
+    Their own time exceeds the others' by no more than their work does.
+    """
+    joined = evidence.joined.latest(RECENT_STEPS)
+    constant = uneven_constant_work(joined, evidence.steps, UNEVEN) if _not_judged_reason(evidence) == "" else None
+    if constant is None:
+        return []
+    medians_ns, ranks = np.median(joined.own_ns, axis=0), joined.ranks.tolist()
+
+    def is_explained(slow: SlowRank) -> bool:
+        index = ranks.index(slow.rank)
+        ratio, usual_ns = constant.ratio(index), float(np.median(np.delete(medians_ns, index)))
+        return ratio > 1 + UNEVEN and slow.excess_ns <= _MOST_OF_RATIO * (ratio - 1) * usual_ns
+
+    slow_ranks, _ = slow_at_equal_work(evidence)
+    own_work = [slow for slow in slow_ranks if slow.cause.name in (None, OWN_WORK) and slow.is_persistent]
+    return [(slow, constant) for slow in own_work if is_explained(slow)]
 
 
 def _not_judged_reason(evidence: Evidence) -> str:
