@@ -5,41 +5,21 @@ from __future__ import annotations
 import io
 import json
 import os
-import socket
-import ssl
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import ddpobs as package
-from benchmarks.rig import patience
 from ddpobs.cli import main
 from ddpobs.cli import watch as watching
 from ddpobs.export.spool import Encoded, Spool
-from tests.support.integration.collectors import Reply, absent, acknowledge, collector, rubbish, status
-
-ROOT = Path(__file__).parents[2]
-
-
-def ddpobs(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environ = {"DDPOBS_TIMEOUT_S": str(patience.HANG_S), **os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", "from ddpobs.cli import main; main()", *arguments]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-
-
-def invoke(*arguments: str, **environ: str) -> Result:
-    """Run a command in this process, which is faster."""
-    return CliRunner().invoke(main, list(arguments), env=environ)
-
-
-def answering(answers: dict[str, object]) -> Callable[[str], Reply]:
-    return lambda path: (200, {}, json.dumps(answers[path.removeprefix("/api/v1")]).encode())
+from tests.support.cli import ROOT, answering, ddpobs, invoke
+from tests.support.integration.collectors import Reply, absent, acknowledge, collector, status
 
 
 def spool(folder: Path) -> None:
@@ -200,39 +180,6 @@ def test_a_collector_without_html_reports_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "f").exists()
 
 
-def test_trace_without_steps_is_about_the_slowest_step_after_the_warm_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    bins = {"first": [0, 64], "last": [63, 90], "wall_max_ns": [90, 70]}
-    steps = {"step": [5, 6, 7, 8], "wall_ns": [1, 5, 9, 2]}
-    answers = {
-        "/runs/r/steps?mean=true&points=1000": {"columns": bins},
-        "/runs/r/steps?mean=true&from=5&to=63": {"columns": steps},
-        "/runs/r/trace?from=2&to=12": {"traceEvents": [1]},
-    }
-    with collector(answering(answers)) as server:
-        done = invoke("trace", "r", "--collector", server.url)
-    assert "steps 2 to 12, around the slowest one, 7." in done.stderr
-    assert json.loads((tmp_path / "r-2-12.json").read_text()) == {"traceEvents": [1]}
-
-
-def test_trace_of_a_wide_run_begins_at_the_slowest_step(tmp_path: Path) -> None:
-    answers = {
-        "/runs/r/steps?mean=true&points=1000": {"columns": {"first": [0], "last": [9], "wall_max_ns": [9]}},
-        "/runs/r/steps?mean=true&from=0&to=9": {"columns": {"step": [0, 1], "wall_ns": [1, 9]}},
-        "/runs/r/trace?from=1": {"traceEvents": [2]},
-    }
-
-    def reply(path: str) -> Reply:
-        return answering(answers)(path) if path.removeprefix("/api/v1") in answers else (422, {}, b"{}")
-
-    with collector(reply) as server:
-        done = invoke("trace", "r", "-o", str(tmp_path / "t"), "--collector", server.url)
-    assert done.exit_code == 0, done.output
-    assert json.loads((tmp_path / "t").read_text()) == {"traceEvents": [2]}
-
-
 @pytest.mark.parametrize(("end", "code"), [("finished", 0), ("failed", 3), ("lost", 3)])
 def test_watch_prints_each_change_and_ends_with_the_run(end: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpobs.cli.watch.time.sleep", lambda _: None)
@@ -283,97 +230,6 @@ def test_the_shell_completes_the_names_of_runs() -> None:
         assert done.stdout.split() == ["new"]
     done = CliRunner().invoke(main, [], prog_name="ddpobs", env={**variables, "DDPOBS_TELEMETRY": absent()})
     assert done.stdout.split() == []
-
-
-def test_trace_saves_the_collectors_document(tmp_path: Path) -> None:
-    with collector(lambda path: (200, {}, json.dumps({"traceEvents": [path]}).encode())) as server:
-        completed = ddpobs("trace", "r", "--steps", "2:5", "-o", str(tmp_path / "t"), "--collector", server.url)
-    assert completed.returncode == 0, completed.stderr
-    assert json.loads((tmp_path / "t").read_text()) == {"traceEvents": ["/api/v1/runs/r/trace?from=2&to=5"]}
-
-
-def test_trace_saves_no_file_without_steps(tmp_path: Path) -> None:
-    with collector(lambda path: (200, {}, b'{"traceEvents": []}')) as server:
-        for steps, code, message in ("20:10", 2, "A up to B"), ("20:30", 1, "none of the steps 20 to 30"):
-            completed = ddpobs("trace", "r", "--steps", steps, "-o", str(tmp_path / "t"), "--collector", server.url)
-            assert completed.returncode == code
-            assert message in completed.stderr
-    assert not (tmp_path / "t").exists()
-
-
-def test_a_trace_that_cannot_be_written_is_reported_in_a_line(tmp_path: Path) -> None:
-    with collector(lambda path: (200, {}, b'{"traceEvents": [1]}')) as server:
-        completed = ddpobs(
-            "trace", "r", "--steps", "2:5", "-o", str(tmp_path / "none" / "t"), "--collector", server.url
-        )
-    assert (completed.returncode, completed.stderr) == (
-        1,
-        f"ddpobs: {tmp_path / 'none' / 't'}: No such file or directory\n",
-    )
-
-
-def test_an_impossible_run_id_is_refused_without_a_request(tmp_path: Path) -> None:
-    for command in (["report", "a/b"], ["trace", "..", "--steps", "1:2", "-o", str(tmp_path / "t")]):
-        completed = ddpobs(*command, "--collector", absent())
-        assert completed.returncode == 2
-        assert completed.stderr.startswith("ddpobs: run: expected 1 to 128 of A-Z a-z 0-9 . _ -")
-
-
-def test_a_refusal_is_printed_with_the_collectors_reason_and_the_remedy() -> None:
-    problem = json.dumps({"title": "Token needed", "detail": "send one"}).encode()
-    with collector(lambda path: (401, {}, problem)) as server:
-        refused = ddpobs("report", "r", "--collector", server.url)
-    with collector(lambda path: (502, {}, b"<h1>Bad gateway</h1>")) as server:
-        broken = ddpobs("report", "r", "--collector", server.url)
-    unreachable = ddpobs("report", "r", "--collector", absent())
-    assert refused.stderr.endswith("HTTP 401: Token needed: send one: set DDPOBS_TOKEN\n")
-    assert broken.stderr.endswith("HTTP 502: <h1>Bad gateway</h1>\n")
-    assert "--collector or DDPOBS_TELEMETRY" in unreachable.stderr
-    assert (refused.returncode, broken.returncode, unreachable.returncode) == (1, 1, 1)
-
-
-def test_the_token_and_the_collectors_host_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DDPOBS_TOKEN", "secret")
-    with collector(lambda path: (200, {}, b'{"runs": []}')) as server:
-        ddpobs("report", "--collector", f"{server.url}/")
-    (headers,) = server.headers
-    assert (headers["Host"], headers["Authorization"]) == (server.url.removeprefix("http://"), "Bearer secret")
-
-
-def test_a_redirect_is_reported_and_not_followed() -> None:
-    with collector(lambda path: (302, {"Location": absent()}, b"moved")) as server:
-        redirected = ddpobs("report", "r", "--collector", server.url)
-    assert (redirected.returncode, redirected.stderr.endswith("HTTP 302: moved\n")) == (1, True)
-
-
-def test_a_page_that_is_not_a_collectors_is_reported_with_its_start() -> None:
-    with collector(rubbish) as server:
-        other = ddpobs("report", "r", "--collector", server.url)
-    assert other.returncode == 1
-    assert other.stderr.endswith("/runs/r/diagnostics: not a collector's reply: <html>welcome</html>\n")
-
-
-def test_a_collector_that_does_not_answer_is_given_up_after_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DDPOBS_TIMEOUT_S", "0.2")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        silent = ddpobs("report", "r", "--collector", f"http://127.0.0.1:{server.getsockname()[1]}")
-    assert silent.returncode == 1
-    assert "timed out: is this the collector?" in silent.stderr
-
-
-def test_a_certificate_counts_if_ssl_cert_file_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(certificate, key)
-    with collector(lambda path: (200, {}, b'{"runs": []}'), tls=tls) as server:
-        refused = ddpobs("report", "--collector", server.url)
-        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        accepted = ddpobs("report", "--collector", server.url)
-    assert "certificate verify failed" in refused.stderr
-    assert accepted.stderr == f"ddpobs: no run has reported to {server.url} yet\n"
 
 
 def test_the_commands_do_not_import_httpx() -> None:

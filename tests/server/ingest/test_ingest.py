@@ -23,20 +23,24 @@ from ddpobs_server.ingest.upload import Upload
 from ddpobs_server.ingest.writer import Writer
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival, Outcome, Store, UnstorableBatchError
-from ddpobs_server.store.upkeep import removal
-from ddpobs_server.store.writing import ingest
 from ddpobs_server.web.workspace_limits import WorkspaceLimits
 from prometheus_client import CollectorRegistry
 
-from benchmarks.rig import databases, patience
+from benchmarks.rig import patience
 from benchmarks.rig.collector import Collector, collector
 from ddpobs import wire
-from tests.support.server.batches import ATTEMPT, assert_problem, batch, get, hello, path, put, source_of, spans, steps
-
-
-def stored_steps(url: str, run: str) -> list[int]:
-    columns: dict[str, list[int]] = get(url, f"/runs/{run}/steps")["columns"]
-    return columns["step"]
+from tests.support.server.batches import (
+    assert_problem,
+    batch,
+    get,
+    hello,
+    path,
+    put,
+    source_of,
+    spans,
+    steps,
+    stored_steps,
+)
 
 
 def test_a_new_batch_is_acknowledged_with_its_key(shared: Collector, run: str) -> None:
@@ -278,130 +282,3 @@ def wait_until_refused(host: str, port: int) -> None:
             return
         time.sleep(0.02)
     raise TimeoutError("the collector still listens")
-
-
-def test_data_that_arrives_before_its_hello_is_stored(shared: Collector, run: str) -> None:
-    put(shared.url, batch(run, seq=1, steps=steps(0, 2), spans=spans(0, 2)))
-    assert get(shared.url, f"/runs/{run}/ranks")["ranks"][0]["host"] is None
-    put(shared.url, batch(run, seq=0, hello=hello("late")))
-    assert get(shared.url, f"/runs/{run}/ranks")["ranks"][0]["host"] == "late"
-
-
-def test_an_attempt_from_a_spool_does_not_replace_a_later_one(shared: Collector, run: str) -> None:
-    live: dict[str, Any] = {"attempt": "b" * 16, "source": "b" * 16}
-    spooled: dict[str, Any] = {"attempt": "c" * 16, "source": "c" * 16}
-
-    def anchor_at(hour: int) -> wire.Anchor:
-        return wire.Anchor(wall_ns=time.time_ns() + hour * 3600 * 10**9, monotonic_ns=0)
-
-    put(shared.url, batch(run, rank=1, anchor=anchor_at(-1), steps=steps(0, 3), **live))
-    put(shared.url, batch(run, rank=1, anchor=anchor_at(-24), steps=steps(0, 7), **spooled))
-    assert get(shared.url, f"/runs/{run}")["attempt"] == live["attempt"]
-    assert stored_steps(shared.url, run) == [0, 1, 2]
-    # A restart on a host whose clock is behind looks the same, until its clock passes the last recorded time.
-    put(shared.url, batch(run, rank=1, seq=1, anchor=anchor_at(0), steps=steps(7, 1), **spooled))
-    put(shared.url, batch(run, rank=1, seq=1, anchor=anchor_at(1), steps=steps(3, 1), **live))
-    assert get(shared.url, f"/runs/{run}")["attempt"] == spooled["attempt"]
-
-
-def test_the_next_attempt_replaces_one_whose_clock_was_ahead(shared: Collector, run: str) -> None:
-    year_ns = 365 * 86_400 * 10**9
-    ahead = wire.Anchor(wall_ns=time.time_ns() + year_ns, monotonic_ns=0)
-    put(shared.url, batch(run, anchor=ahead, steps=steps(0, 3)))
-    now = wire.Anchor(wall_ns=time.time_ns(), monotonic_ns=0)
-    put(shared.url, batch(run, anchor=now, attempt="b" * 16, source="b" * 16, steps=steps(0, 7)))
-    assert get(shared.url, f"/runs/{run}")["attempt"] == "b" * 16
-    assert stored_steps(shared.url, run) == list(range(7))
-
-
-@pytest.mark.parametrize("first", ["b", "c"])
-def test_of_attempts_in_one_transaction_the_later_becomes_the_runs_attempt(store: Store, first: str) -> None:
-    hours = {"b": 5, "c": 3}
-
-    def arrival(attempt: str, seq: int) -> Arrival:
-        anchor = wire.Anchor(wall_ns=10**18 + hours[attempt] * 3600 * 10**9, monotonic_ns=0)
-        payload = batch("job", seq=seq, attempt=attempt * 16, source=attempt * 16, anchor=anchor, steps=steps(seq, 1))
-        return Arrival(payload, bytes(32), 1, 10**18 + 6 * 3600 * 10**9)
-
-    second = "c" if first == "b" else "b"
-    store.ingest([arrival(first, 0), arrival(second, 0)])
-    store.ingest([arrival("b", 1), arrival("c", 1)])
-    record = store.run("job")
-    assert record is not None
-    assert record.attempt == "b" * 16
-
-
-def test_a_restart_is_a_new_attempt_and_stays_the_latest(shared: Collector, run: str) -> None:
-    second: dict[str, Any] = {"attempt": "b" * 16, "source": "b" * 16}
-    put(shared.url, batch(run, steps=steps(0, 3)))
-    put(shared.url, batch(run, steps=steps(0, 2), **second))
-    put(shared.url, batch(run, seq=1, steps=steps(3, 1)))
-    details = get(shared.url, f"/runs/{run}")
-    assert [(attempt["attempt"], attempt["ordinal"]) for attempt in details["attempts"]] == [
-        (ATTEMPT, 0),
-        ("b" * 16, 1),
-    ]
-    assert details["attempt"] == "b" * 16
-    assert stored_steps(shared.url, run) == [0, 1]
-    assert get(shared.url, f"/runs/{run}/steps", attempt=ATTEMPT)["columns"]["step"] == [0, 1, 2, 3]
-
-
-def test_two_collectors_number_concurrent_attempts_in_order(postgresql: databases.Fresh, tmp_path: Path) -> None:
-    """The second transaction waits for the first, and counts its attempt."""
-    url, second_ns = postgresql(tmp_path), 10**9
-    first, second = Store(url), Store(url)
-    first.migrate()
-
-    def arrival(attempt: str, age_s: int) -> Arrival:
-        anchor = wire.Anchor(wall_ns=(10_000 - age_s) * second_ns, monotonic_ns=0)
-        payload = batch("run", attempt=attempt * 16, source=attempt * 16, anchor=anchor, steps=steps(0, 3))
-        return Arrival(payload, attempt.encode() * 32, 1, time.time_ns())
-
-    first.ingest([arrival("a", 7200)])
-    with first._engine.begin() as connection, ThreadPoolExecutor(1) as pool:
-        ingest.write(connection, [arrival("c", 3600)])  # An attempt from a spool.
-        restart = pool.submit(second.ingest, [arrival("b", 0)])
-        time.sleep(0.3)
-        connection.commit()
-        restart.result(30)
-    attempts = {record.attempt[0]: record.ordinal for record in first.attempts("run")}
-    run = first.run("run")
-    first.close()
-    second.close()
-    assert attempts == {"a": 0, "c": 1, "b": 2}
-    assert run is not None
-    assert run.attempt[0] == "b"
-
-
-def test_a_source_under_a_second_attempt_is_refused(store: Store) -> None:
-    def ingest(*attempts: str) -> None:
-        payloads = [batch("run", seq, attempt=attempt * 16, steps=steps(0, 3)) for seq, attempt in enumerate(attempts)]
-        store.ingest([Arrival(payload, bytes([payload.seq]) * 32, 100, 1) for payload in payloads])
-
-    with pytest.raises(UnstorableBatchError, match="attempt: expected the one"):
-        ingest("a", "b")
-    assert store.run("run") is None
-    ingest("a", "a")
-    with pytest.raises(UnstorableBatchError, match="attempt: expected the one"):
-        ingest("a", "a", "b")
-    assert [record.attempt for record in store.attempts("run")] == ["a" * 16]
-
-
-def test_a_new_attempt_that_arrives_during_a_deletion_is_stored(postgresql: databases.Fresh, tmp_path: Path) -> None:
-    store = Store(postgresql(tmp_path))
-    store.migrate()
-
-    def arrival(seq: int) -> Arrival:
-        launch: dict[str, Any] = {"attempt": f"{seq:016x}", "source": f"{seq:016x}"}
-        return Arrival(batch("run", seq=seq, **launch, steps=steps(3 * seq, 3)), bytes([seq]) * 32, 1, time.time_ns())
-
-    store.ingest([arrival(0)])
-    with store._engine.connect() as connection, ThreadPoolExecutor(1) as pool:
-        removal.delete_rows(connection, "run")
-        later = pool.submit(store.ingest, [arrival(1)])
-        time.sleep(0.3)
-        connection.commit()
-        later.result(30)
-    attempts = [record.attempt for record in store.attempts("run")]
-    store.close()
-    assert attempts == [f"{1:016x}"]

@@ -138,3 +138,8 @@ def assert_problem(answer: httpx.Response, status: int) -> dict[str, Any]:
     assert document["title"]
     assert document["detail"]
     return document
+
+
+def stored_steps(url: str, run: str) -> list[int]:
+    columns: dict[str, list[int]] = get(url, f"/runs/{run}/steps")["columns"]
+    return columns["step"]
