@@ -25,13 +25,13 @@ import ddpobs.mpi
 from benchmarks.source import facts
 
 SIZES_BYTES = (4, 4096, 65536, 2**20, 4 * 2**20, 25 * 2**20)
-ROUND_BYTES, MOST_CALLS = 50 * 2**20, 50
+ROUND_BYTES, MAX_CALLS = 50 * 2**20, 50
 
 
 def measure(group: Any, size_bytes: int) -> float:
     """Return the mean time of an all-reduce, in seconds, of one round."""
     tensor = torch.zeros(size_bytes // 4)
-    calls = max(2, min(MOST_CALLS, ROUND_BYTES // size_bytes))
+    calls = max(2, min(MAX_CALLS, ROUND_BYTES // size_bytes))
     dist.all_reduce(tensor, group=group)
     began = time.perf_counter()
     for _ in range(calls):

@@ -94,7 +94,7 @@ class CudaClock:
     _POLL_S = 0.0005
     _TRIES = 3
     _QUICK_NS = 200_000
-    _MOST_NS = 10_000_000
+    _MAX_NS = 10_000_000
 
     def __init__(self, device: Any) -> None:
         """Relate the device's time to the host's.
@@ -172,7 +172,7 @@ class CudaClock:
             reference.record(self._stream)
             while not reference.query():
                 waited_ns = time.monotonic_ns() - began_ns
-                if waited_ns > self._MOST_NS and self._reference is not None:
+                if waited_ns > self._MAX_NS and self._reference is not None:
                     return
                 if waited_ns > self._QUICK_NS:
                     time.sleep(self._POLL_S)

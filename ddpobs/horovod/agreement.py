@@ -35,7 +35,7 @@ from ddpobs.torch_seam.modes import unseen
 
 _CONTEXT = 8
 """Latest collectives from which the next one is predicted."""
-_MOST_PLACES = 10_000
+_MAX_PLACES = 10_000
 MOMENT_S = 0.05
 """Wait after which a rank writes its place, and reads whether the ranks differ."""
 _MOMENT = timedelta(seconds=MOMENT_S)
@@ -165,7 +165,7 @@ class Agreement:
 
     def _learn(self, key: Key, call: Call) -> None:
         """Predict this call the next time that the latest ones are the same."""
-        if len(self._places) >= _MOST_PLACES:
+        if len(self._places) >= _MAX_PLACES:
             self._places.clear()
         context = (*self._latest, key[1] or key)[-_CONTEXT:]
         self._place.key, self._place.call = key, call

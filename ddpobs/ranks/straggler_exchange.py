@@ -20,7 +20,7 @@ from ddpobs import wire
 from ddpobs.shared.delay import delays, excesses, is_late
 
 _ROWS, _MIN_ROWS = 8192, 32
-"""Most rows of all ranks' tables together, and fewest rows of a rank's table."""
+"""Maximum number of rows of all ranks' tables together, and minimum number of rows of a rank's table."""
 _BATCHES = 2
 """Latest batches that a rank's table covers.
 

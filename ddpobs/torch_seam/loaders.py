@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
-_LEAST_AHEAD = 2
-"""Batches ahead of a worker without which the others cannot show that they are faster."""
+_MIN_AHEAD = 2
+"""Minimum number of batches ahead of a worker, without which the others cannot show that they are faster."""
 _ALONE_SHARE = 0.75
 
 
@@ -33,9 +33,7 @@ def is_alone(batches: Any, worker: int) -> bool:
         other_tasks = [task for task in batches._task_info.values() if task[0] != worker]
         arrived = sum(len(task) > 1 for task in other_tasks)
         return (
-            batches._prefetch_factor >= _LEAST_AHEAD
-            and bool(other_tasks)
-            and arrived >= _ALONE_SHARE * len(other_tasks)
+            batches._prefetch_factor >= _MIN_AHEAD and bool(other_tasks) and arrived >= _ALONE_SHARE * len(other_tasks)
         )
     except Exception:
         return False

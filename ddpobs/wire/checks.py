@@ -16,8 +16,11 @@ from ddpobs.wire.pulse import RANK_TEXT
 from ddpobs.wire.rows import Comms, Spans, Steps
 from ddpobs.wire.schema import VERSION, Anchor, Batch, Fingerprint, Peers
 
-_MOST_HASHES, _MOST_CHARACTERS = 20_000, 2_000_000
-"""Most names of a fingerprint, and characters of its names: the collector keeps 65 fingerprints of each module."""
+_MAX_HASHES, _MAX_CHARACTERS = 20_000, 2_000_000
+"""Maximum number of names of a fingerprint, and of characters of its names.
+
+The collector keeps 65 fingerprints of each module.
+"""
 _PHASES_NS = tuple(f"{phase}_ns" for phase in PHASES)
 
 
@@ -106,11 +109,11 @@ def _check_peers(field: str, peers: Peers, world_size: int) -> None:
 
 def _check_fingerprint(field: str, sample: Fingerprint) -> None:
     names = len(sample.names) + len(sample.buffer_names)
-    if names > _MOST_HASHES:
-        raise WireError(f"{field}.names", f"at most {_MOST_HASHES} names of parameters and buffers", names)
+    if names > _MAX_HASHES:
+        raise WireError(f"{field}.names", f"at most {_MAX_HASHES} names of parameters and buffers", names)
     characters = sum(map(len, sample.names)) + sum(map(len, sample.buffer_names))
-    if characters > _MOST_CHARACTERS:
-        raise WireError(f"{field}.names", f"at most {_MOST_CHARACTERS} characters", characters)
+    if characters > _MAX_CHARACTERS:
+        raise WireError(f"{field}.names", f"at most {_MAX_CHARACTERS} characters", characters)
     for name, count in (
         ("gradients", len(sample.names)),
         ("parameters", len(sample.names)),

@@ -35,7 +35,7 @@ Ranks (`Peers.straggler_<phase>`) and collector (the finding `straggler`) use th
 this project, written down with its false alarms in docs/methods/slow-ranks.md.
 """
 _MOST = 2**48
-MOST_INDEX = 2**20 - 1
+MAX_INDEX = 2**20 - 1
 
 Ints = columns.Ints
 RunId = Annotated[str, msgspec.Meta(pattern=STRICT_RUN_ID)]
@@ -43,12 +43,12 @@ Nonce = Annotated[str, msgspec.Meta(pattern=rf"^{NONCE}\Z")]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
 CountOrUnknown = Annotated[int, msgspec.Meta(ge=UNKNOWN, le=2**62)]
-Rank = Annotated[int, msgspec.Meta(ge=0, le=MOST_INDEX)]
+Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_INDEX)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 Nanoseconds = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
 Total = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 """A sum of nanoseconds."""
-Index = Annotated[int, msgspec.Meta(ge=UNKNOWN, le=MOST_INDEX)]
+Index = Annotated[int, msgspec.Meta(ge=UNKNOWN, le=MAX_INDEX)]
 Scalar = str | int | float | bool | None
 
 # Kinds of column. `checks` refuses values outside of the range.
@@ -60,7 +60,7 @@ DurationsOrUnknown = Annotated[Ints, Range(UNKNOWN, LONGEST_NS)]
 SignedDurations = Annotated[Ints, Range(-LONGEST_NS, LONGEST_NS)]
 Counts = Annotated[Ints, Range(0, _MOST)]
 CountsOrUnknown = Annotated[Ints, Range(UNKNOWN, _MOST)]
-Indexes = Annotated[Ints, Range(0, MOST_INDEX)]
+Indexes = Annotated[Ints, Range(0, MAX_INDEX)]
 CommKinds = Annotated[Ints, Range(0, len(COMM_KINDS) - 1)]
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ddpobs.wire.fields import MOST_INDEX, UNKNOWN, Count, CountOrUnknown, Index, Name, Nanoseconds, Record
+from ddpobs.wire.fields import MAX_INDEX, UNKNOWN, Count, CountOrUnknown, Index, Name, Nanoseconds, Record
 
 Activity = Literal["", "data", "bucket", "collective", "checkpoint", "compile", "evaluation", "code"]
 """What a training thread does; empty where it was not determined."""
@@ -110,7 +110,7 @@ class Input(Record, frozen=True, kw_only=True):
     first_ns: Count = 0
     closing_ns: Count = 0
     collating_ns: Count = 0
-    workers: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=MOST_INDEX)] = UNKNOWN
+    workers: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=MAX_INDEX)] = UNKNOWN
     persistent: bool = False
     ahead: Count = 0
     cpus: Count = 0

@@ -17,8 +17,8 @@ Clients and browsers remove `.` and `..` from a path. `\\Z`, because `$` also ma
 NONCE = "[0-9a-f]{16}"
 """Regular expression of an attempt's or a source's id."""
 
-MOST_TAGS, TAG_CHARACTERS, NOTE_CHARACTERS = 16, 64, 2000
-"""Most tags of a run, most characters of a tag, and of a note."""
+MAX_TAGS, TAG_CHARACTERS, NOTE_CHARACTERS = 16, 64, 2000
+"""Maximum number of tags of a run, of characters of a tag, and of characters of a note."""
 
 
 def as_run_id(text: str) -> str:
@@ -49,8 +49,8 @@ def clean_tags(texts: Sequence[str]) -> tuple[str, ...]:
         ValueError: There are too many, or one is too long, has a comma, or has a sign that is not printable.
     """
     tags = tuple(dict.fromkeys(filter(None, (text.strip() for text in texts))))
-    if len(tags) > MOST_TAGS or not all(_is_tag(tag) for tag in tags):
-        limits = f"at most {MOST_TAGS} tags of at most {TAG_CHARACTERS} printable characters"
+    if len(tags) > MAX_TAGS or not all(_is_tag(tag) for tag in tags):
+        limits = f"at most {MAX_TAGS} tags of at most {TAG_CHARACTERS} printable characters"
         raise ValueError(f"expected {limits}, without commas")
     return tags
 

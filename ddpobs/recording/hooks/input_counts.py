@@ -11,7 +11,7 @@ from ddpobs.torch_seam.loaders import is_alone
 
 _HALVED_AT = 4096
 """Batches at which all counts are halved, so that the past fades."""
-_MOST_WORKERS = 256
+_MAX_WORKERS = 256
 _LONG_NS = 1_000_000
 """Time above which a fetch waited. Only then are the other workers' batches counted, which takes microseconds."""
 
@@ -31,7 +31,7 @@ class InputCounts:
         """Count an iterator that training began over a loader."""
         self._iterators += 1
         self._creating_ns += took_ns
-        workers = min(int(loader.num_workers), _MOST_WORKERS)
+        workers = min(int(loader.num_workers), _MAX_WORKERS)
         if workers != self._workers:
             self._workers, self._awaited_ns, self._alone_ns = workers, [0] * workers, [0] * workers
         self._ahead, self._persistent = int(loader.prefetch_factor or 0), bool(loader.persistent_workers)

@@ -29,14 +29,14 @@ from ddpobs.steps.raw_step import DATA, OTHER
 FIRST_LOOKS_S = 0.05
 """Seconds between the first looks."""
 _FIRST_LOOKS = 64
-_MOST_LOOKS = 512
-"""Looks that count: a quarter of an hour."""
-_MOST_OPEN = 64
-"""Looks kept while no forward follows."""
-_JUDGED_LOOKS, _LEAST_LOOKS = 64, 8
+_MAX_LOOKS = 512
+"""Maximum number of looks that count: those of a quarter of an hour."""
+_MAX_OPEN = 64
+"""Maximum number of looks kept while no forward follows."""
+_JUDGED_LOOKS, _MIN_LOOKS = 64, 8
 _BEGINS_SHARE, _ENDS_SHARE = 0.8, 0.6
-_MOST_PLACES = 8
-_MOST_TEXT = 256
+_MAX_PLACES = 8
+_MAX_TEXT = 256
 _OUTSIDE_OF_STEPS = ("evaluation", "checkpoint", "compile")
 
 
@@ -72,8 +72,8 @@ class CodeSamples:
 
     def __init__(self, journal: Journal, texts: bool = True) -> None:
         self._journal, self._texts = journal, texts
-        self._looks: deque[_Look] = deque(maxlen=_MOST_LOOKS)
-        self._open: deque[_Look] = deque(maxlen=_MOST_OPEN)
+        self._looks: deque[_Look] = deque(maxlen=_MAX_LOOKS)
+        self._open: deque[_Look] = deque(maxlen=_MAX_OPEN)
         """Looks that no forward has followed yet."""
         self._interruptions = 0
         self._gap_is_data = False
@@ -105,7 +105,7 @@ class CodeSamples:
         for look in tuple(self._looks):
             if phase := self._phase(look):
                 groups.setdefault((phase, look.key, look.iterates), []).append(look)
-        largest = sorted(groups.values(), key=len, reverse=True)[:_MOST_PLACES]
+        largest = sorted(groups.values(), key=len, reverse=True)[:_MAX_PLACES]
         return [self._place(looks) for looks in largest]
 
     def _look_at(self, frames: Sequence[FrameType]) -> _Look | None:
@@ -133,7 +133,7 @@ class CodeSamples:
         if inner is None:
             return None, "", ""
         line = inner.f_lineno if inner.f_code in self._journal.forward_places else 0
-        return (inner.f_code, line), place_of(frames)[:_MOST_TEXT], called_name(inner)[:_MOST_TEXT]
+        return (inner.f_code, line), place_of(frames)[:_MAX_TEXT], called_name(inner)[:_MAX_TEXT]
 
     def _position(self) -> tuple[int, int]:
         slots = self._journal.place.slots
@@ -151,7 +151,7 @@ class CodeSamples:
 
     def _judge(self) -> None:
         gaps = [look.iterates for look in self._looks if look.in_gap][-_JUDGED_LOOKS:]
-        if len(gaps) < _LEAST_LOOKS:
+        if len(gaps) < _MIN_LOOKS:
             return
         least = _ENDS_SHARE if self._gap_is_data else _BEGINS_SHARE
         counts = sum(gaps) >= least * len(gaps)

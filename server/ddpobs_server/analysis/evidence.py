@@ -21,9 +21,9 @@ from ddpobs_server.analysis.steps.joined_steps import JoinedSteps, index_ranks, 
 from ddpobs_server.analysis.steps.pipeline import EVENT, Stage, stages_of
 
 MIN_STEPS = 20
-"""Fewest steps that most findings are judged by."""
+"""Minimum number of steps that most findings are judged by."""
 MAX_LISTED = 50
-"""Most parameter names that a finding lists."""
+"""Maximum number of parameter names that a finding lists."""
 
 Judgement = Sequence[Finding | NotJudged]
 """Result of a finding function: its findings, and its questions that could not be judged."""

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from typing_extensions import TypedDict
 
-from ddpobs.wire.text import MOST_TAGS, NOTE_CHARACTERS, TAG_CHARACTERS, clean_tags
+from ddpobs.wire.text import MAX_TAGS, NOTE_CHARACTERS, TAG_CHARACTERS, clean_tags
 from ddpobs_server.api.deps import Labeller, RunDep, StoreDep
 from ddpobs_server.api.fields import RunName, doc
 from ddpobs_server.reports.digests import labels_of, trained_labels
@@ -19,7 +19,7 @@ from ddpobs_server.web.problems import Problem
 router = APIRouter(prefix="/api/v1", tags=["runs"])
 
 _MAX_BYTES, _MAX_S = 65_536, 10.0
-"""Most bytes of a body, and longest time until it has arrived."""
+"""Maximum number of bytes of a body, and longest time until it has arrived."""
 _BODY: dict[str, Any] = {
     "required": True,
     "content": {
@@ -30,7 +30,7 @@ _BODY: dict[str, Any] = {
                 "properties": {
                     "tags": {
                         "type": "array",
-                        "maxItems": MOST_TAGS,
+                        "maxItems": MAX_TAGS,
                         "items": {"type": "string", "minLength": 1, "maxLength": TAG_CHARACTERS},
                         "description": "Tags that replace the present ones.",
                     },

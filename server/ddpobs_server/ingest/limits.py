@@ -15,7 +15,7 @@ from ddpobs_server.settings import Settings
 from ddpobs_server.web.problems import Problem
 
 _MAX_FACTS, _MAX_FACTS_LENGTH = 100, 16_384
-"""Most entries and characters of a mapping that a client fills. A run's reads load the mappings of all its sources."""
+"""Maximum number of entries and characters of a mapping that a client fills: reads load those of all sources."""
 
 
 def check_batch(batch: wire.Batch, settings: Settings) -> None:

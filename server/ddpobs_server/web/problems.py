@@ -46,7 +46,7 @@ _BATCH_PROBLEMS = (
 _DATA_PATHS = ("/api/", "/metrics")
 _KEY_FIELDS = ("run", "source", "seq")
 _MAX_LOGGED = 300
-"""Most characters of a client's text in one field of a log line."""
+"""Maximum number of characters of a client's text in one field of a log line."""
 
 
 class Problem(Exception):  # noqa: N818 - the RFC's word

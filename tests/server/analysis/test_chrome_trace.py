@@ -12,7 +12,7 @@ from ddpobs_server.analysis.trace.chrome_trace import chrome_trace
 from ddpobs_server.analysis.trace.events import ALL_RANKS, PHASES_TRACK
 
 from ddpobs import wire
-from ddpobs.wire.fields import MOST_INDEX
+from ddpobs.wire.fields import MAX_INDEX
 from tests.support.analysis.scenario import MS, columns, own_times, spans, with_columns
 
 HOUR = 3_600_000 * MS
@@ -68,7 +68,7 @@ def tracks(bucket_spans: wire.Spans) -> dict[str, list[tuple[float, float]]]:
         {},
     )
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert min(names) > MOST_INDEX
+    assert min(names) > MAX_INDEX
     assert len(names) == len(set(names.values()))
     times_by_track: dict[str, list[tuple[float, float]]] = {}
     for event in events:

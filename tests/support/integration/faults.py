@@ -40,8 +40,8 @@ BUCKETS = 2
 WEIGHT = 1 + BUCKETS
 """Records of a step: the step and its bucket spans."""
 _STEP_S = 0.02
-_MOST_SPOOLED = 200
-"""Batches, five seconds of four ranks. Above it the ranks pause, so that a slow machine can catch up."""
+_MAX_SPOOLED = 200
+"""Maximum number of batches, five seconds of four ranks. Above it the ranks pause, so that the collector catches up."""
 
 
 class Ranks:
@@ -88,7 +88,7 @@ class Ranks:
 
     def _train(self) -> None:
         while not self._ended.wait(_STEP_S):
-            if count_spooled(self) < _MOST_SPOOLED:
+            if count_spooled(self) < _MAX_SPOOLED:
                 self.step()
 
 

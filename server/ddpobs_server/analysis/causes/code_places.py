@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ddpobs import wire
 
 MIN_LOOKS = 8
-"""Fewest looks in a phase from which its places are judged."""
+"""Minimum number of looks in a phase from which its places are judged."""
 COPIES = frozenset({"to", "cuda", "copy_", "pin_memory"})
 """Functions that copy or convert tensors."""
 

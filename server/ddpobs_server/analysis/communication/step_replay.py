@@ -20,7 +20,7 @@ from ddpobs_server.analysis.finding import Gain
 from ddpobs_server.analysis.steps.joined_steps import Floats
 
 MIN_GAIN = 0.03
-"""Least predicted saving, as a share of the step, that is reported."""
+"""Minimum predicted saving, as a share of the step, that is reported."""
 DISTURBED_SHARE = 0.5
 """Share of the transfers' time beyond their fastest tenth above which the link does not explain them."""
 HALF_PRECISION = 0.5

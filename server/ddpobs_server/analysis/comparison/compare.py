@@ -31,11 +31,11 @@ WARM_UP = 10
 """First steps of a run that are left out: they allocate, compile and load."""
 _FENCE = 3.0
 _MIN_LONG = 10
-"""Fewest long steps of a run by which their cost is judged."""
+"""Minimum number of long steps of a run by which their cost is judged."""
 _MIN_CHANGE = 0.002
-"""Least change that is of interest, as a share of the first run's step."""
+"""Minimum change that is of interest, as a share of the first run's step."""
 _MIN_SHARE = 0.1
-"""Least share of the step of a phase that counts for a limit."""
+"""Minimum share of the step of a phase that counts for a limit."""
 
 
 @dataclass(frozen=True)

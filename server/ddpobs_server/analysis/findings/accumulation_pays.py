@@ -14,7 +14,7 @@ CODES = ("accumulation-pays",)
 BATCHES = 4
 """Batches whose gradients are added before they are reduced."""
 MIN_GAIN = 0.1
-"""Least predicted saving, as a share of the step. Accumulation changes the batch size, so a small gain is no advice."""
+"""Minimum predicted saving, as a share of the step. Accumulation changes the batch size: a small gain is no advice."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from ddpobs_server.analysis.steps.joined_steps import JoinedSteps
 
 CODES = ("imbalanced-batches",)
 _MIN_GAIN = 0.05
-"""Least share of the steps that equal batches would save, if no rank's batches are always larger."""
+"""Minimum share of the steps that equal batches would save, if no rank's batches are always larger."""
 _REMEDY = (
     "Give each rank batches of the same work in each step: sort samples by length into buckets and let each rank draw "
     "from the same bucket (a length-grouped sampler), or fill batches up to a number of elements instead of rows."

@@ -21,7 +21,7 @@ CODES = ("pipeline-imbalance",)
 EXCESS_SHARE = 0.1
 """Excess of a stage over the mean of the others, as a share of that mean, that is no finding."""
 MIN_SAVING = 0.03
-"""Least share of the step that equal stages would save."""
+"""Minimum share of the step that equal stages would save."""
 _MAX_LISTED = 20
 
 

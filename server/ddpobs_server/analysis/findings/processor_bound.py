@@ -23,7 +23,7 @@ _EACH = 0.5
 """Least share of each rank, as a part of the mean: a rank that waits by itself is a straggler."""
 _ALIKE = 0.5
 """Least level of earlier steps, as a part of the later steps' level, to count as the beginning of the same waits."""
-_BIN_STEPS, _MOST_BINS = 4, 256
+_BIN_STEPS, _MAX_BINS = 4, 256
 _MIN_BOUND_STEPS = 20
 
 
@@ -94,7 +94,7 @@ def _groups(evidence: Evidence) -> Iterator[list[int]]:
 def _latest_bound(joined: JoinedSteps, delay_ns: Floats) -> tuple[int, int] | None:
     """Return the latest rows [begin, end) in which each of these ranks waits for a processor; None without any."""
     weights = step_weights(joined.window_ns)
-    width = max(_BIN_STEPS, -(-len(joined) // _MOST_BINS))
+    width = max(_BIN_STEPS, -(-len(joined) // _MAX_BINS))
     begins = np.arange(0, len(joined), width)
     times = np.add.reduceat(weights * joined.window_ns, begins)
     waits = np.add.reduceat(weights[:, None] * np.nan_to_num(delay_ns), begins, axis=0)

@@ -18,7 +18,7 @@ OUTSIDE_SHARE = 0.1
 """Largest share of the run's wall time outside of steps that is no finding."""
 _ORDINARY_NS = 60 * 10**9
 """Start-up, and time after the last step, that does not count: the shorter the run, the larger its share."""
-_LEAST_NS = 10**9
+_MIN_NS = 10**9
 _WAITS = ("waiting", "waiting_in_steps")
 _MAX_INTERVALS = 32
 
@@ -120,7 +120,7 @@ def time_outside_steps(evidence: Evidence) -> Judgement:
     share = sum(losses.values()) / account.rank_ns
     waits_ns = sum(account.parts.get(part, 0) for part in _WAITS)
     share += waits_ns / account.rank_ns
-    if share <= OUTSIDE_SHARE or share * account.rank_ns < _LEAST_NS * _ranks(account):
+    if share <= OUTSIDE_SHARE or share * account.rank_ns < _MIN_NS * _ranks(account):
         return missing
     return [_finding(evidence, account, losses, share), *missing]
 

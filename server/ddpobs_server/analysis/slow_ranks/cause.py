@@ -20,7 +20,7 @@ from ddpobs_server.analysis.steps.joined_steps import Floats
 
 OWN_WORK = "own-work"
 MIN_KNOWN_SHARE = 0.5
-"""Least share of the rank's late steps in which its counters, and another rank's, must be recorded."""
+"""Minimum share of the rank's late steps in which its counters, and another rank's, must be recorded."""
 _FAULT_NS = 20_000_000
 """Longest wait that one page fault explains: a read from a slow disk or over a network."""
 _FAULT_RUN_NS = 25_000

@@ -12,11 +12,11 @@ from ddpobs_server.analysis.slow_ranks.lateness import BLOCK_STEPS
 from ddpobs_server.analysis.steps.joined_steps import Floats
 
 MAX_CHANCE = 0.01
-"""Largest p-value of a finding."""
+"""Maximum p-value of a finding."""
 _COST_UNITS = 2**13
 """Costs are whole numbers of such parts of the highest sum that one rank could have."""
-_LEAST_CHANCE = 1e-12
-"""Smaller p-values are lost among the rounding errors of a Fourier transform."""
+_MIN_CHANCE = 1e-12
+"""Minimum p-value: smaller ones are lost among the rounding errors of a Fourier transform."""
 
 
 def beyond_chance(late: npt.NDArray[Any], suspects: list[int]) -> dict[int, float]:
@@ -49,7 +49,7 @@ def chance_of(late: npt.NDArray[Any]) -> Floats:
     blocks = steps // BLOCK_STEPS
     sums = late[: blocks * BLOCK_STEPS].reshape(blocks, BLOCK_STEPS, ranks).sum(axis=1)
     counts = sums if late.dtype == bool else _whole_numbers(sums)
-    return np.asarray(np.clip(ranks * _exceeded(counts)[counts.sum(axis=0)], _LEAST_CHANCE, 1.0))
+    return np.asarray(np.clip(ranks * _exceeded(counts)[counts.sum(axis=0)], _MIN_CHANCE, 1.0))
 
 
 def _whole_numbers(costs: Floats) -> wire.Ints:

@@ -55,7 +55,7 @@ _TURNS_REMEDY = "Fix each rank in its phase: the ranks hide each other, so that 
 _MAIN_PHASE_SHARE = 0.9
 """Share of the delay below which the measure states the delay in the main phase, too."""
 _MAX_RANKS = 4
-"""Most ranks in turn that are named with their figures."""
+"""Maximum number of ranks in turn that are named with their figures."""
 
 
 def describe_slow_rank(slow: SlowRank, evidence: Evidence, stage: Stage | None) -> Finding:

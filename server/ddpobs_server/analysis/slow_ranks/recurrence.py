@@ -10,9 +10,9 @@ from ddpobs_server.analysis.slow_ranks.lateness import Lateness, cost_shares
 from ddpobs_server.analysis.steps.joined_steps import JoinedSteps
 
 MIN_COST_SHARE = 0.05
-"""Least mean cost of a rank, as a share of the step, that is worth a finding."""
+"""Minimum mean cost of a rank, as a share of the step, that is worth a finding."""
 MIN_LEVEL = 0.035
-"""Least median excess of a rank that is slow in every step, as a share of the step."""
+"""Minimum median excess of a rank that is slow in every step, as a share of the step."""
 _MIN_LEVEL_SHARE = 0.55
 _MIN_COST_RATIO = 3.0
 """A rank that is late as often as others, by noise, stands out if its cost is this many times the others' median."""

@@ -10,7 +10,7 @@ from ddpobs_server.analysis.finding import Gain, severity_of
 from ddpobs_server.analysis.slow_ranks.lateness import BLOCK_STEPS, gain, largest_phases, lateness
 from ddpobs_server.analysis.slow_ranks.slow_rank import SlowInTurn, SlowRank
 from ddpobs_server.analysis.slow_ranks.stretches import Stretch
-from ddpobs_server.analysis.slow_ranks.whole_run import MOST_FINDINGS, WholeRun
+from ddpobs_server.analysis.slow_ranks.whole_run import MAX_FINDINGS, WholeRun
 
 
 def slow_in_stretches(run: WholeRun, recent: Sequence[SlowRank], in_turn: Sequence[SlowInTurn]) -> list[SlowRank]:
@@ -30,7 +30,7 @@ def slow_in_stretches(run: WholeRun, recent: Sequence[SlowRank], in_turn: Sequen
         if not any(rank in ranks and rows[stretch.rows].any() for ranks, rows in claimed):
             groups.setdefault((rank, run.phase(stretch)), []).append(stretch)
     slow_ranks = [_slow_rank(run, rank, phase, group) for (rank, phase), group in groups.items()]
-    return sorted(slow_ranks, key=lambda slow: -slow.lost_ns)[:MOST_FINDINGS]
+    return sorted(slow_ranks, key=lambda slow: -slow.lost_ns)[:MAX_FINDINGS]
 
 
 def _slow_rank(run: WholeRun, rank: int, phase: str, group: list[Stretch]) -> SlowRank:

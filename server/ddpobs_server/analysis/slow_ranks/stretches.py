@@ -18,9 +18,12 @@ from ddpobs_server.analysis.statistics.change_points import segments
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
 MIN_STEPS = 28
-"""Fewest compared steps of a stretch. One of 30 steps may lose a step at each end, where own times have no origin."""
+"""Minimum number of compared steps of a stretch.
+
+A stretch of 30 steps may lose a step at each end, where own times have no origin.
+"""
 _MIN_LOST_STEPS = 12.8
-"""Least cost of a stretch, in steps. A short stretch must therefore cost more of each step than a long stretch."""
+"""Minimum cost of a stretch, in steps. A short stretch must therefore cost more of each step than a long stretch."""
 _MIN_LATE_SHARE = 0.85
 _SHORT_STEPS = 64
 """Twice as many steps are too few to be permuted in blocks of 4."""
@@ -35,12 +38,12 @@ _REFERENCE_SHARE = MIN_COST_SHARE / 2
 """Cost share between no cost and the least cost that counts: the reference value of a cumulative sum (Page,
 Biometrika 41, 1954)."""
 _MIN_RIVAL_LEVEL = 1.5
-"""Least ratio of a stretch's cost per step to that of the costliest quarter as long of another rank.
+"""Minimum ratio of a stretch's cost per step to that of the costliest quarter as long of another rank.
 
 A stretch of more than half of the run leaves no room for another of its length. Noise in bursts shows in a quarter."""
 _SUSPECTS, _PERMUTED_RANKS = 16, 16
 _PERMUTATIONS, _MAX_CELLS = 400, 4_000_000
-_MOST_BINS = 512
+_MAX_BINS = 512
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Stretch:
 
 def bin_width(steps: int) -> int:
     """Return the steps of each bin in which that many joined steps are searched for stretches."""
-    return max(3 if steps < 2 * _SHORT_STEPS else 4, -(-steps // _MOST_BINS))
+    return max(3 if steps < 2 * _SHORT_STEPS else 4, -(-steps // _MAX_BINS))
 
 
 def find_stretches(bins: LatenessBins) -> list[Stretch]:

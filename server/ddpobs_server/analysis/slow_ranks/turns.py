@@ -25,17 +25,17 @@ _MIN_STRETCH_BINS, _MIN_MOVES = 2, 6
 _MIN_LATE_SHARE = 0.7
 _MIN_NET_SHARE = 0.1
 _MIN_COVERED_AND_LOST = ((0.8, 0.1), (0.65, 0.2))
-"""Least share of the steps that the stretches cover, and least share of the time that they lose; either pair suffices.
+"""Minimum share of the steps that the stretches cover, and of the time that they lose; either pair suffices.
 
 Bursts of noise cover up to three quarters of some part of a long run, but cost little."""
 _MIN_ALIKE = 0.75
-"""Least share of the stretches that cost about as much as the median stretch. Noise differs from burst to burst."""
+"""Minimum share of the stretches that cost about as much as the median stretch. Noise differs from burst to burst."""
 _MIN_PERIOD_STEPS, _MAX_PERIOD = 32, 8
 _MIN_TURN_SHARE = 0.8
 _MIN_MEAN_SHARE = 0.02
 """A rank with a mean excess below this share of the step does not cost `MIN_COST_SHARE` in any phase."""
 _MAX_CHANCE = 0.01 / len(wire.OWN_PHASES)
-"""Largest p-value of a rank in one phase; each phase is a further chance to stand out."""
+"""Maximum p-value of a rank in one phase; each phase is a further chance to stand out."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,11 @@ from ddpobs_server.analysis.slow_ranks.stretches import Stretch, bin_width, edge
 from ddpobs_server.analysis.steps.intervals import StepClock, merged
 from ddpobs_server.analysis.steps.joined_steps import JoinedSteps
 
-MOST_FINDINGS = 8
-"""Most ranks and phases with slow stretches that are reported. Of more stretches the ends are as coarse as the bins."""
+MAX_FINDINGS = 8
+"""Maximum number of reported ranks and phases with slow stretches.
+
+If the run has more stretches, their ends are as coarse as the bins.
+"""
 _ONGOING_STEPS, _ONGOING_SHARE = 16, 0.05
 """A stretch goes on if fewer steps follow it than this number, or than this share of its own steps."""
 _MIN_EDGE_BINS = 4
@@ -81,7 +84,7 @@ class WholeRun:
             index = int(np.searchsorted(self.joined.ranks, self.rank(stretch)))
             begin, end = refine(self.joined, index, first, last, bin_width(len(self.joined)))
         rank = self.rank(stretch)
-        if len(self.stretches) > MOST_FINDINGS:
+        if len(self.stretches) > MAX_FINDINGS:
             return begin, end
         if first < read_from:
             width = int(self.bins.last[stretch.begin]) - first + 1

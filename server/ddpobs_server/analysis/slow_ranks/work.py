@@ -22,11 +22,11 @@ from ddpobs.shared.delay import excesses
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
 MIN_PAIRS = 16
-"""Fewest pairs of steps with different work that give a rank's slope."""
+"""Minimum number of pairs of steps with different work that give a rank's slope."""
 _RISING_SHARE = 0.75
 """Share of the pairs in which more work takes longer, from which on own time follows work."""
 _MIN_EFFECT = 0.02
-"""Least effect that counts: time for the spread of work, as a share of own time."""
+"""Minimum effect that counts: time for the spread of work, as a share of own time."""
 _CLEARLY_LESS = 0.7
 """A measure replaces a simpler one if it leaves less than this share of the spread that the simpler one leaves."""
 _ERROR_SHARE = 0.25

@@ -22,7 +22,7 @@ import numpy as np
 from ddpobs_server.analysis.steps.joined_steps import Floats
 
 MIN_VALUES, MIN_BLOCKS = 40, 20
-"""Fewest values, and fewest blocks, of which an error can be estimated."""
+"""Minimum number of values, and minimum number of blocks, of which an error can be estimated."""
 _BATCHES = 8
 """Parts of the series whose means are compared as well: a drift is longer than any block that the rule selects."""
 _CLOSEST = 0.99

@@ -14,22 +14,22 @@ import numpy as np
 from ddpobs_server.analysis.steps.joined_steps import Floats
 
 BLOCK = 8
-_MOST_BLOCKS = 256
+_MAX_BLOCKS = 256
 _PENALTY = 5.0
 """Times the usual penalty of 2 sigma^2 log(n): noise in bursts is not independent from block to block."""
-_LEAST_NOISE = 0.02
-"""Least noise of a block, as a share of the median: smaller shifts are of no interest."""
+_MIN_NOISE = 0.02
+"""Minimum noise of a block, as a share of the median: smaller shifts are of no interest."""
 
 
 def level_segments(values: Floats) -> list[tuple[int, int]]:
     """Return [first, end) of each segment of constant level, in order; a single one if the level never shifts."""
-    block = max(BLOCK, -(-len(values) // _MOST_BLOCKS))
+    block = max(BLOCK, -(-len(values) // _MAX_BLOCKS))
     count = len(values) // block
     if count < 2:
         return [(0, len(values))]
     medians = np.median(values[: count * block].reshape(count, block), axis=1)
     noise = np.median(np.abs(np.diff(medians))) / 0.954  # Median of |x - y| of two normal values.
-    noise = max(float(noise), _LEAST_NOISE * abs(float(np.median(medians))), 1e-9)
+    noise = max(float(noise), _MIN_NOISE * abs(float(np.median(medians))), 1e-9)
     ends = _partition(medians, 2 * _PENALTY * noise**2 * float(np.log(count)))
     bounds = [0, *(end * block for end in ends[:-1]), len(values)]
     return list(pairwise(bounds))

@@ -11,8 +11,8 @@ from ddpobs_server.analysis.statistics.change_points import segments
 from ddpobs_server.analysis.steps.joined_steps import Floats
 
 MIN_SHIFT, MIN_STEPS = 0.05, 30
-"""Least shift of the mean step time between two levels, and fewest steps of a level."""
-_MOST_BINS = 512
+"""Minimum shift of the mean step time between two levels, and minimum number of steps of a level."""
+_MAX_BINS = 512
 
 
 class StepLevel(NamedTuple):
@@ -33,7 +33,7 @@ def step_levels(first: wire.Ints, last: wire.Ints, step_ns: Floats) -> list[Step
     """
     if not len(first):
         return []
-    width = -(-len(first) // _MOST_BINS)
+    width = -(-len(first) // _MAX_BINS)
     begins = np.arange(0, len(first), width)
     ends = np.minimum(begins + width, len(first)) - 1
     medians = np.array([np.median(step_ns[begin : end + 1]) for begin, end in zip(begins, ends, strict=True)])

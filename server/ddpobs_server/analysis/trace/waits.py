@@ -17,7 +17,7 @@ from ddpobs_server.analysis.trace.events import ArrowEnd, ArrowStart, MovingArgs
 _MIN_WAIT_NS = 1_000
 """A shorter wait is below the noise of the clocks' alignment, and too short to see."""
 _MIN_ARROW_SHARE = 0.25
-"""Least share of a step's longest wait that has an arrow."""
+"""Minimum share of a step's longest wait that has an arrow."""
 _ROUNDING = 1e-9
 
 

@@ -22,7 +22,7 @@ from ddpobs_server.store import chunks, schema
 _PAGE_CHUNKS = 20_000
 """Most chunks in a page."""
 _MAX_BYTES = 200_000_000
-"""Most memory for the columns of a read, before they are sorted."""
+"""Maximum memory for the columns of a read, before they are sorted."""
 _SAMPLES_A_BATCH = 64
 """Samples of a batch that are looked for."""
 _MAX_SAMPLES = 256

@@ -17,7 +17,7 @@ latest sets come first."""
 NAMES_BYTES = 8_000_000
 """Most bytes of different lists of names that a read keeps. Most ranks send the same lists, which are kept once."""
 _MAX_SETS = 200_000
-"""Most unused sets that a read keeps."""
+"""Maximum number of unused sets that a read keeps."""
 _GROUP = 16
 """Sets that a statement looks up: each may have 16 MB."""
 

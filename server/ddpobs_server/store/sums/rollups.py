@@ -24,7 +24,7 @@ _C = TypeVar("_C", bound=Columns)
 _IDENTITY = slice(wire.Spans.names.index("module"), wire.Spans.names.index("bucket") + 1)
 """Columns of spans that identify a bucket: module, revision and bucket."""
 _MIN_ROWS = 64
-"""Fewest rows per module in a grid. Fewer rows are faster to sort together with others."""
+"""Minimum number of rows per module in a grid. Fewer rows are faster to sort together with others."""
 _READY, _LAUNCHED, _DONE = map(wire.Spans.names.index, ("ready_ns", "launched_ns", "done_ns"))
 
 

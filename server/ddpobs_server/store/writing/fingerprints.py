@@ -21,13 +21,13 @@ from ddpobs_server.store.queries.aggregate_queries import sources_of_attempt
 KEPT = 64
 """Latest samples of each source and module that stay, besides the first."""
 _MAX_BODY = 2**24
-"""Most bytes of a body; `wire.checks` allows less."""
+"""Maximum number of bytes of a body; `wire.checks` allows less."""
 _MAX_BODIES = 64
-"""Most different bodies of a sample that are read, the most frequent first."""
+"""Maximum number of different bodies of a sample that are read, the most frequent first."""
 _READ_BYTES, _GROUP = 32_000_000, 2
 """Bytes of bodies after which a diagnosis reads no further ones, and bodies that a statement reads."""
 _MAX_MODULES, _MAX_SAMPLES = 64, 100_000
-"""Most modules whose fingerprints are read, and most samples whose digests are compared."""
+"""Maximum number of modules whose fingerprints are read, and maximum number of samples whose digests are compared."""
 _f = schema.fingerprints.c
 _KEY = (_f.source, _f.seq, _f.position)
 
