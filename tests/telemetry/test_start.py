@@ -30,7 +30,7 @@ _SYSTEM = {"posix", "_io", "_socket", "mmap", "_thread", "_signal", "fcntl", "se
 """Modules of the interpreter whose functions are system calls, or make them."""
 _NO_CALLS = {"fspath", "get_ident", "allocate_lock", "RLock", "getpid", "text_encoding", "daemon_threads_allowed"}
 """Functions of theirs that make none, or that cannot fail."""
-_MOST_CALLS = 1000
+_MAX_CALLS = 1000
 
 
 class Failing:
@@ -147,7 +147,7 @@ def start(build: Callable[[ddpobs.TelemetryConfig], Any], number: int) -> tuple[
 def fail_in_turn(_rank: int, _size: int, door: str) -> dict[str, str]:
     """Return what is wrong by failing system call, with its number."""
     found: dict[str, str] = {}
-    for number in range(_MOST_CALLS):
+    for number in range(_MAX_CALLS):
         name, wrong = start(DOORS[door], number)
         if not name:
             return found

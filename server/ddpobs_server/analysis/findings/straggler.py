@@ -39,7 +39,7 @@ RECENT_STEPS = 1024
 """Latest steps that are judged as one. Stretches of the whole run are judged by themselves."""
 UNEVEN = 0.1
 """Least difference of the ranks' constant work, as a share of it, that counts."""
-_MOST_OF_RATIO = 1.25
+_MAX_OF_RATIO = 1.25
 """Largest delay that more work explains, as a multiple of the time that is in proportion to it."""
 
 
@@ -110,7 +110,7 @@ def slow_by_constant_batches(evidence: Evidence) -> list[tuple[SlowRank, Constan
     def is_explained(slow: SlowRank) -> bool:
         index = ranks.index(slow.rank)
         ratio, usual_ns = constant.ratio(index), float(np.median(np.delete(medians_ns, index)))
-        return ratio > 1 + UNEVEN and slow.excess_ns <= _MOST_OF_RATIO * (ratio - 1) * usual_ns
+        return ratio > 1 + UNEVEN and slow.excess_ns <= _MAX_OF_RATIO * (ratio - 1) * usual_ns
 
     slow_ranks, _ = slow_at_equal_work(evidence)
     own_work = [slow for slow in slow_ranks if slow.cause.name in (None, OWN_WORK) and slow.is_persistent]
