@@ -18,11 +18,10 @@ import msgspec
 
 from ddpobs import wire
 from ddpobs.shared.hang_verdict import Hang, ParameterNames, RankState, judge
+from ddpobs.shared.silence import KEY_SILENCE_NS
 
 JUDGES = 8
 """Ranks that may judge: the lowest of them that still publishes does."""
-_SILENT_NS = 7_000_000_000
-"""A rank whose key does not change for this long is silent; pulses come every two seconds."""
 _STOPPED, _GONE = frozenset("tT"), frozenset("ZXx")
 
 
@@ -103,7 +102,7 @@ class HangReport:
         self.processes.pop(rank, None)
         if process:
             self.processes[rank] = process
-        elif silent_ns > _SILENT_NS:
+        elif silent_ns > KEY_SILENCE_NS:
             process = "silent"
         return RankState(rank, published.pulse, silent_ns, published.ended, process)
 

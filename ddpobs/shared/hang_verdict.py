@@ -21,12 +21,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ddpobs.shared.silence import PULSE_SILENCE_NS
 from ddpobs.shared.words import bucket_name, format_bucket, format_ranks
 from ddpobs.wire.fields import UNKNOWN
 from ddpobs.wire.pulse import Pulse
 
-SILENT_NS = 10_000_000_000
-"""A rank without a pulse for this long is silent: its process is stopped, dead or cut off."""
 _LONG_NS = 600_000_000_000
 """A checkpoint or a compilation counts as progress for at most this long."""
 _WAITS = ("bucket", "collective")
@@ -69,7 +68,7 @@ class RankState:
     @property
     def is_silent(self) -> bool:
         """Whether the process sends no pulses any more."""
-        return self.process != "" or self.silent_ns > SILENT_NS
+        return self.process != "" or self.silent_ns > PULSE_SILENCE_NS
 
     @property
     def waits(self) -> bool:

@@ -75,7 +75,7 @@ def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let what a collector has read become old by changes alone, however long a busy machine takes."""
     monkeypatch.setattr(run_state, "_FRESH_NS", 2**62)
     monkeypatch.setattr(run_state, "_is_silent", lambda *_: False)
-    monkeypatch.setattr(liveness, "SILENT_NS", 2**62)
+    monkeypatch.setattr(liveness, "PULSE_SILENCE_NS", 2**62)
     monkeypatch.setattr(auth, "_CACHE_S", float("inf"))
 
 

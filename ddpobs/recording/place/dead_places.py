@@ -22,9 +22,7 @@ from ddpobs.recording.place.place_file import (
     process_space,
 )
 from ddpobs.recording.probes import oom_kills
-
-_SILENT_NS = 3600 * 10**9
-"""Silence after which a process counts as dead if its process number means nothing here (another host or container)."""
+from ddpobs.shared.silence import PLACE_SILENCE_NS
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ def _read(path: Path) -> Place | None:
     if identity.process_space == process_space():
         if is_running(slots[Slot.PID], slots[Slot.STARTED]):
             return None
-    elif time.time_ns() - at_wall_ns < _SILENT_NS:
+    elif time.time_ns() - at_wall_ns < PLACE_SILENCE_NS:
         return None
     return Place(
         identity=identity,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.silence import SUMMED_STEPS_SILENCE_NS
 from ddpobs_server.analysis.steps.step_bins import StepBins, bins_of_steps, merged_bins, over_ranks
 from ddpobs_server.reports.read_bins import AttemptBins, Shown
 from ddpobs_server.store import Source
@@ -17,8 +18,8 @@ from ddpobs_server.store.sums.stored_bins import BIN_STEPS, BLOCK_RANKS, FACTOR,
 
 _READ_ROWS = 2**16
 """Rows of steps that are read at once."""
-_SILENT_NS, _OVER_NS = 60 * 10**9, 120 * 10**9
-"""A rank without a step for this long, while others have some, is not waited for. Without any batch a run is over."""
+_OVER_NS = 120 * 10**9
+"""A run without any batch for this long is over."""
 
 
 def update_step_bins(attempt: AttemptBins, now_ns: int) -> Iterator[int]:
@@ -54,7 +55,7 @@ def _due_until(sources: list[Source], now_ns: int) -> int:
     if _is_over(sources, now_ns):
         return max(source.last_step for source in stepped) // BIN_STEPS + 1
     newest_ns = max(source.last_step_seen_ns for source in stepped)
-    going = [s.last_step for s in stepped if not s.ended and newest_ns - s.last_step_seen_ns < _SILENT_NS]
+    going = [s.last_step for s in stepped if not s.ended and newest_ns - s.last_step_seen_ns < SUMMED_STEPS_SILENCE_NS]
     return (min(going or [source.last_step for source in stepped]) + 1) // BIN_STEPS
 
 

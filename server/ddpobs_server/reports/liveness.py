@@ -6,7 +6,7 @@ nothing shows whether the ranks still wait or were killed: the verdict of the la
 
 from __future__ import annotations
 
-from ddpobs.shared.hang_verdict import SILENT_NS
+from ddpobs.shared.silence import PULSE_SILENCE_NS
 from ddpobs_server.store import Source
 
 _AFTER_LAST_NS = 5 * 10**9
@@ -43,7 +43,7 @@ def all_silent(sources: list[Source], now_ns: int) -> bool:
     newest_ns = max((source.last_seen_ns for source in sources), default=now_ns)
     if not any(source.pulse is not None and source.pulse.patience_ns for source in sources):
         return False
-    return abs(now_ns - newest_ns) > SILENT_NS and not all(source.ended for source in sources)
+    return abs(now_ns - newest_ns) > PULSE_SILENCE_NS and not all(source.ended for source in sources)
 
 
 def ends(sources: list[Source]) -> dict[int, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.silence import COMPARED_STEPS_SILENCE_NS
 from ddpobs_server.analysis.steps.joined_steps import index_ranks, silent_ranks
 from ddpobs_server.store import Source, Store
 
@@ -12,8 +13,6 @@ STEPS, _MIN_STEPS, _ROWS = 2048, 512, 500_000
 """Latest steps of a rank that are read: fewer if they make more than `_ROWS` rows, but at least `_MIN_STEPS`."""
 _MAX_ROWS = 1_000_000
 """Rows above which even fewer than `_MIN_STEPS` are read."""
-_SILENT_NS = 15 * 10**9
-"""A rank is silent if its latest steps arrived this much earlier than other ranks': more than two flushes."""
 _MAX_READS = 16
 """Ranks with step numbers far apart are read separately, in at most this many reads."""
 
@@ -88,7 +87,9 @@ def _group_by_last_step(last: dict[int, int], window: int) -> list[tuple[list[in
 def drop_silent_ranks(rank: wire.Ints, steps: wire.Steps, sources: list[Source]) -> tuple[wire.Ints, wire.Steps]:
     """Remove the rows of silent ranks: with them no recent step could be compared."""
     newest_ns = max((source.last_step_seen_ns for source in sources), default=0)
-    late_arrivals = {source.rank for source in sources if newest_ns - source.last_step_seen_ns > _SILENT_NS}
+    late_arrivals = {
+        source.rank for source in sources if newest_ns - source.last_step_seen_ns > COMPARED_STEPS_SILENCE_NS
+    }
     silent = [number for number in silent_ranks(rank, steps).tolist() if number in late_arrivals]
     rows = ~np.isin(rank, silent)
     return (rank, steps) if rows.all() else (rank[rows], steps.select(rows))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from sqlalchemy import ColumnElement, Connection, case, false, func, or_, select
 
-from ddpobs.shared.hang_verdict import SILENT_NS
+from ddpobs.shared.silence import PULSE_SILENCE_NS
 from ddpobs_server.store import endings, schema
 from ddpobs_server.store.database.sql import float_sum
 from ddpobs_server.store.queries.run_labels import decoded_tags
@@ -52,7 +52,9 @@ def where(connection: Connection, conditions: Conditions, limit: int | None = No
             func.coalesce(func.max(active_ns), 0),
             *endings.counts(),
             endings.count_where((_s.stuck_ns > 0) & is_running),
-            endings.count_where((_s.stuck_ns == 0) & is_running & (_s.last_seen_ns >= p.last_seen_ns - SILENT_NS)),
+            endings.count_where(
+                (_s.stuck_ns == 0) & is_running & (_s.last_seen_ns >= p.last_seen_ns - PULSE_SILENCE_NS)
+            ),
         )
         .outerjoin(schema.sources, (_s.run_id == p.run_id) & (_s.attempt == p.attempt))
         .group_by(*plain)

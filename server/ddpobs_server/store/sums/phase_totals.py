@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from sqlalchemy import CTE, Connection, case, select
 
 from ddpobs import wire
+from ddpobs.shared.silence import SUMMED_STEPS_SILENCE_NS
 from ddpobs_server.store import schema
 from ddpobs_server.store.database.sql import float_sum
 from ddpobs_server.store.rows import Run
@@ -22,8 +23,6 @@ Sums = dict[int, tuple[int, ...]]
 """By rank, in the order of `NAMES`."""
 _GROUP_WINDOWS, _MARGIN_WINDOWS = 8, 4
 """The cache grows by groups of 8 windows, and leaves out the last 4 windows before the slowest rank's step."""
-_SILENT_NS = 60 * 10**9
-"""A rank does not hold the cache back if its latest step arrived this much earlier than another rank's."""
 LastSeen = Sequence[tuple[str, int, int, int, int]]
 """As `aggregate_queries.last_seen` returns it."""
 
@@ -101,7 +100,7 @@ def _slowest_steps(last_seen: LastSeen) -> dict[str, int]:
         newest_ns[run] = max(seen_ns, newest_ns.get(run, 0))
     slowest: dict[str, int] = {}
     for run, _, step, seen_ns, _ in last_seen:
-        if seen_ns >= newest_ns[run] - _SILENT_NS:
+        if seen_ns >= newest_ns[run] - SUMMED_STEPS_SILENCE_NS:
             slowest[run] = min(step, slowest.get(run, step))
     return slowest
 
