@@ -24,6 +24,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from benchmarks.parameter_server import ParameterServer
 from benchmarks.teams import Steps, Team
 from ddpobs import DistributedDataParallel
 from ddpobs.comm import PowerSGD
@@ -46,7 +47,7 @@ STRATEGIES: dict[str, Arguments] = {
     "PowerSGD, rank 4": {"comm": partial(PowerSGD, rank=4, start_iteration=10)},
     "PowerSGD, rank 1": {"comm": partial(PowerSGD, rank=1, start_iteration=10)},
     "round-robin, 3 groups": {"round_robin_groups": 3},
-    "parameter server": {"comm": "parameter_server"},
+    "parameter server": {"comm": ParameterServer},
 }
 
 

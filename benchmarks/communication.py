@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks.links import INTERFACE, LinkError, address, links, moved_bytes
 from benchmarks.pairs import ratio
+from benchmarks.parameter_server import ParameterServer
 from ddpobs import DistributedDataParallel
 from ddpobs.comm import PowerSGD
 
@@ -61,7 +62,7 @@ def variants() -> dict[str, Callable[[nn.Module], Any]]:
         "PowerSGD, rank 4": partial(ours, comm=partial(PowerSGD, rank=4, start_iteration=2)),
         "round-robin, 3 groups": partial(ours, round_robin_groups=3),
         "round-robin, 5 groups": partial(ours, round_robin_groups=5),
-        "parameter server": partial(ours, comm="parameter_server"),
+        "parameter server": partial(ours, comm=ParameterServer),
         "DataParallel-like": DataParallelLike,
     }
     for label, cap in CAPS_MB.items():

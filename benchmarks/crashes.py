@@ -22,8 +22,8 @@ from typing import Any
 
 import httpx
 import numpy as np
-from ddpobs_server.operations import bench
 
+from benchmarks import capacity
 from benchmarks.faults.crashing import FAULTY, KINDS, PHASES, step_ends
 from benchmarks.faults.launch import CRASHING, ranks_of
 
@@ -120,7 +120,7 @@ def main() -> None:
     order, counts = random.Random(len(crashes)), Counter(row.kind for row in crashes)
     with TemporaryDirectory() as name:
         folder = Path(name)
-        with bench.collector(folder, f"sqlite:///{folder}/runs.db") as (_, address):
+        with capacity.collector(folder, f"sqlite:///{folder}/runs.db") as (_, address):
             for number in range(kills):
                 for kind in (each for each in kinds if number >= counts[each]):
                     step = order.randrange(_FIRST_STEP, _LAST_STEP)

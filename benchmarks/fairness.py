@@ -35,9 +35,9 @@ from typing import Any
 import httpx
 import msgspec
 import numpy as np
-from ddpobs_server.operations import bench
 from ddpobs_server.store import Store
 
+from benchmarks import loads
 from benchmarks.pairs import Ratio, ratio
 from benchmarks.rig import databases
 from benchmarks.tenants import LOAD, Collector, Tenant, tokens
@@ -46,7 +46,7 @@ LIMIT = 1.10
 ALONE, AGAIN, ELSEWHERE = "alone", "alone once more", "elsewhere"
 _PERIOD_S, _BEFORE_S, _AFTER_S = 0.05, 0.7, 0.5
 _BODIES, _READERS = 86, 16
-_USUAL = bench.flood(1, 1)
+_USUAL = loads.flood(1, 1)
 _LARGEST = replace(LOAD, steps=2400, buckets=40)
 """2,400 steps with 96,000 spans: nearly the most records that a batch may have."""
 Times = dict[str, dict[str, list[list[float]]]]
@@ -65,7 +65,7 @@ class Loud:
     """
 
     limits: dict[str, float]
-    load: bench.Load
+    load: loads.Load
     clients: int = 2
     holds: bool = False
 
@@ -97,7 +97,7 @@ def quiet_turn(quiet: Tenant, client: httpx.Client, seq: int, seconds: float) ->
 
 def loud_client(tenant: Tenant, loud: Loud, number: int, active: Any, ended: Any) -> None:
     """Send new batches while `active` is set, until `ended` is set; the first client also holds bodies and answers."""
-    plain = msgspec.structs.replace(bench.batch(loud.load, number, 0), run=tenant.run)
+    plain = msgspec.structs.replace(loads.batch(loud.load, number, 0), run=tenant.run)
     seq = 1000
     with httpx.Client(timeout=60) as client:
         while not ended.is_set():

@@ -19,8 +19,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from ddpobs_server.operations import bench
-
+from benchmarks import capacity
 from benchmarks.faults.cases import CASES, HEALTHY, Case
 from benchmarks.faults.launch import HANGING, Ranks, ranks_of
 
@@ -101,7 +100,7 @@ def _cells(source: str, runs: list[dict[str, Any]]) -> list[str]:
 def measure(names: list[str], times: int, ranks: int) -> dict[str, list[dict[str, Any]]]:
     """Run each case several times, in turns."""
     results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    with tempfile.TemporaryDirectory() as text, bench.collector(Path(text), f"sqlite:///{text}/runs.db") as (_, url):
+    with tempfile.TemporaryDirectory() as text, capacity.collector(Path(text), f"sqlite:///{text}/runs.db") as (_, url):
         for number in range(times):
             for name in names:
                 run, folder = f"{name}-{ranks}-{number}", Path(text) / f"{name}-{number}"

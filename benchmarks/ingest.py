@@ -2,7 +2,7 @@
 
     python -m benchmarks.ingest [--rounds 3] [--batches 800] [--clients 8] [--mlflow COMMAND] [--json FILE] [--smoke]
 
-Each round floods a real collector on a fresh file (`ddpobs-server bench`). A batch counts once it is acknowledged,
+Each round floods a real collector on a fresh file (`benchmarks.capacity`). A batch counts once it is acknowledged,
 after its commit with `synchronous=FULL`. For comparison, in the same round:
 
 - a bare collector with the same clients, which writes bodies to SQLite unread (`bare_collector.py`): the ceiling of one
@@ -28,27 +28,26 @@ import tempfile
 import time
 from pathlib import Path
 
-from ddpobs_server.operations import bench
-
+from benchmarks import capacity, loads
 from ddpobs import wire
 
-SPANS = bench.FLOOD_STEPS * bench.FLOOD_BUCKETS
+SPANS = loads.FLOOD_STEPS * loads.FLOOD_BUCKETS
 """Spans of a batch, as the exporter sends them by default."""
 BARE = (sys.executable, str(Path(__file__).with_name("bare_collector.py")))
 _METRICS = 1000
 """Most metrics that MLflow accepts in a request."""
 
 
-def bare(load: bench.Load) -> dict[str, float]:
+def bare(load: loads.Load) -> dict[str, float]:
     """Send the same load, by the same clients, to a collector that only keeps bodies.
 
     Raises:
         RuntimeError: It did not start, did not acknowledge a batch, or lacks a batch.
     """
-    with tempfile.TemporaryDirectory() as name, bench.senders(load.clients, bench.send, load) as pipes:
+    with tempfile.TemporaryDirectory() as name, capacity.senders(load.clients, capacity.send, load) as pipes:
         file = Path(name) / "bare.db"
-        with bench.collector(Path(name), f"sqlite:///{file}", BARE) as (process, address):
-            result = bench.drive(pipes, process.pid, address)
+        with capacity.collector(Path(name), f"sqlite:///{file}", BARE) as (process, address):
+            result = capacity.drive(pipes, process.pid, address)
         connection = sqlite3.connect(file)
         count = connection.execute("SELECT count(*) FROM batches").fetchone()[0]
         connection.close()
@@ -143,17 +142,17 @@ def _post(
 
 def measure(rounds: int, count: int, clients: int, mlflow: str | None) -> dict[str, float]:
     """Return medians over interleaved rounds."""
-    load = bench.flood(clients, max(1, count // clients))
-    few = [bench.batch(load, 0, seq) for seq in range(min(load.batches, 40))]
+    load = loads.flood(clients, max(1, count // clients))
+    few = [loads.batch(load, 0, seq) for seq in range(min(load.batches, 40))]
     figures: dict[str, list[float]] = {}
     for number in range(rounds):
-        order = [bench.measure, bare] if number % 2 else [bare, bench.measure]
+        order = [capacity.measure, bare] if number % 2 else [bare, capacity.measure]
         result = {key: value for call in order for key, value in call(load).items()}
         result["of_bare"] = result["spans_per_s"] / result["bare_spans_per_s"]
         with tempfile.TemporaryDirectory() as name:
             size = int(result["bytes_per_span"] * SPANS)
             result["row_spans_per_s"] = as_rows(Path(name), few)
-            result["disk_mb_per_s"] = bench.fsyncs_a_second(Path(name), size, 200) * size / 1e6
+            result["disk_mb_per_s"] = capacity.fsyncs_a_second(Path(name), size, 200) * size / 1e6
             if mlflow:
                 result["mlflow_metrics_per_s"] = mlflow_metrics_a_second(mlflow, Path(name), clients, 8)
         result["stored_mb_per_s"] = result["spans_per_s"] * result["bytes_per_span"] / 1e6

@@ -30,8 +30,8 @@ from unittest.mock import patch
 
 import msgspec
 import numpy as np
-from ddpobs_server.operations import bench
 
+from benchmarks import capacity
 from benchmarks.source import digest
 from ddpobs import wire
 from ddpobs.clocks import HostClock
@@ -240,7 +240,7 @@ def load_or_prepare(client: int, options: argparse.Namespace, folder: Path) -> P
     return result
 
 
-def send(client: int, address: Callable[[], str], options: argparse.Namespace, folder: Path) -> bench.Sent:
+def send(client: int, address: Callable[[], str], options: argparse.Namespace, folder: Path) -> capacity.Sent:
     """Send this client's batches when they are due, with a thread and a connection for each rank."""
     batches = load_or_prepare(client, options, folder)
     config = TelemetryConfig(collector=address())
@@ -270,7 +270,7 @@ def send(client: int, address: Callable[[], str], options: argparse.Namespace, f
             thread.join()
     if failed:
         raise RuntimeError(failed[0])
-    return bench.Sent(batches.spans, took_s)
+    return capacity.Sent(batches.spans, took_s)
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]:
@@ -281,11 +281,11 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]:
     """
     with (
         TemporaryDirectory(prefix="ddpobs-benchmark-") as name,
-        bench.senders(options.clients, send, options, folder) as pipes,
-        bench.collector(Path(name), f"sqlite:///{name}/runs.db") as (process, address),
+        capacity.senders(options.clients, send, options, folder) as pipes,
+        capacity.collector(Path(name), f"sqlite:///{name}/runs.db") as (process, address),
     ):
-        result = bench.drive(pipes, process.pid, address)
-        result["lost"] = result["spans"] - bench.stored(address)
+        result = capacity.drive(pipes, process.pid, address)
+        result["lost"] = result["spans"] - capacity.stored(address)
         result["ranks"], result["seconds"] = options.ranks, options.seconds
         return result
 
@@ -311,7 +311,7 @@ def main() -> None:
         folder = options.prepared or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
         if options.only_prepare:
-            with bench.senders(options.clients, send, options, folder) as pipes:
+            with capacity.senders(options.clients, send, options, folder) as pipes:
                 for pipe in pipes:
                     pipe.recv()
             return

@@ -25,12 +25,12 @@ from pathlib import Path
 import httpx
 import msgspec
 import numpy as np
-from ddpobs_server.operations import bench
 from ddpobs_server.operations.make_bins import update_step_bins
 from ddpobs_server.reports.read_bins import AttemptBins
 from ddpobs_server.store import Arrival, Store
 from sqlalchemy import Engine, create_engine, text
 
+from benchmarks import capacity, loads
 from benchmarks.rig import databases
 from ddpobs import wire
 
@@ -52,9 +52,9 @@ class Shape:
     steps_a_batch: int
 
     @property
-    def load(self) -> bench.Load:
-        """The same run as a load of `ddpobs-server bench`."""
-        return bench.Load(self.ranks, self.steps // self.steps_a_batch, self.steps_a_batch, self.buckets, 0.0, 1)
+    def load(self) -> loads.Load:
+        """The same run as a load of `benchmarks.capacity`."""
+        return loads.Load(self.ranks, self.steps // self.steps_a_batch, self.steps_a_batch, self.buckets, 0.0, 1)
 
 
 LARGE = Shape("large", 64, 3_906, 40, 126)
@@ -63,8 +63,8 @@ SMALL = {"large": Shape("large", 8, 160, 4, 40), "wide": Shape("wide", 16, 64, 4
 
 
 def batch(shape: Shape, rank: int, seq: int) -> wire.Batch:
-    """Return a batch of `ddpobs-server bench` under this run's name. The last rank is late from one bucket on."""
-    plain = bench.batch(shape.load, rank, seq)
+    """Return a batch of `benchmarks.capacity` under this run's name. The last rank is late from one bucket on."""
+    plain = loads.batch(shape.load, rank, seq)
     changes: dict[str, object] = {}
     if seq == 0:
         size = wire.Parameter(name="weight", size=250_000)
@@ -156,7 +156,7 @@ def measure(
     processor_by_title = dict.fromkeys(by_title, 0.0)
     engine = create_engine(database_url)
     with (
-        bench.collector(folder, database_url) as (process, address),
+        capacity.collector(folder, database_url) as (process, address),
         httpx.Client(base_url=address, timeout=300) as client,
     ):
         for request in by_title.values():

@@ -21,10 +21,9 @@ from typing import Any
 
 import httpx
 import msgspec
-from ddpobs_server.operations import bench
 from ddpobs_server.store import Store
 
-from benchmarks import reads, whole_run
+from benchmarks import capacity, reads, whole_run
 from benchmarks.rig import databases
 from ddpobs import wire
 
@@ -67,7 +66,7 @@ def measure(url: str, folder: Path, shape: reads.Shape, times: int) -> tuple[lis
     if chromium is None:
         sys.exit("no chromium on this machine: apt-get install chromium")
     visits = []
-    with bench.collector(folder, url) as (process, address), sync_playwright() as playwright:
+    with capacity.collector(folder, url) as (process, address), sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=list(_FLAGS))
         for _ in range(times + 1):
             seq = time.time_ns() // 1_000_000

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import httpx
 import msgspec
-from ddpobs_server.operations import bench
 from ddpobs_server.store import Store
 
+from benchmarks import capacity
 from benchmarks.reads import Shape, arrival, batch, processor_s
 from benchmarks.rig import databases
 from ddpobs import wire
@@ -83,7 +83,7 @@ def measure(shape: Shape, runs: int, times: int) -> dict[str, dict[str, float]]:
         fill(store, shape, runs)
         store.close()
         with (
-            bench.collector(Path(name), url) as (process, address),
+            capacity.collector(Path(name), url) as (process, address),
             httpx.Client(base_url=address, timeout=300) as client,
         ):
             scraper = Scraper(client, process.pid)

@@ -18,14 +18,14 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 import numpy as np
-from ddpobs_server.operations import bench
 from ddpobs_server.store import Store, Token
 from ddpobs_server.web.auth import new_token
 
+from benchmarks import loads
 from ddpobs import wire
 
 _START_S = 300.0
-LOAD = bench.Load(ranks=2, batches=1, steps=20, buckets=20, every_s=0.0, clients=1)
+LOAD = loads.Load(ranks=2, batches=1, steps=20, buckets=20, every_s=0.0, clients=1)
 """Batches of 400 spans."""
 
 
@@ -107,7 +107,7 @@ class Tenant:
 
     def batch(self, rank: int, seq: int, run: str = "", **fields: object) -> wire.Batch:
         """A batch of 400 spans; the first names the buckets."""
-        plain = bench.batch(LOAD, rank, seq)
+        plain = loads.batch(LOAD, rank, seq)
         if seq == 0 and not fields:
             names = [wire.Parameter(name="weight", size=250_000)]
             buckets = [wire.Bucket(size_bytes=1_000_000, dtype="float32", parameters=names)] * LOAD.buckets

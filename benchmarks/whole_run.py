@@ -22,11 +22,10 @@ import httpx
 import msgspec
 import numpy as np
 from ddpobs_server.analysis.steps.step_bins import NAMES, TIMES, StepBins, merged_bins, over_ranks
-from ddpobs_server.operations import bench
 from ddpobs_server.store import Store
 from ddpobs_server.store.sums.stored_bins import BLOCK_RANKS, FACTOR, LEVELS, OVER_RANKS, width
 
-from benchmarks import reads
+from benchmarks import capacity, reads
 from benchmarks.rig import databases
 from ddpobs import wire
 
@@ -129,7 +128,7 @@ def measure(
     processor_ms = dict.fromkeys(by_title, 0.0)
     title = ""
     with (
-        bench.collector(folder, url) as (process, address),
+        capacity.collector(folder, url) as (process, address),
         httpx.Client(base_url=address, timeout=300) as client,
     ):
         for name, path in requests().items():

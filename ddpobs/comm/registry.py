@@ -11,7 +11,6 @@ from ddpobs.comm.all_reduce import AllReduce
 from ddpobs.comm.base import BucketComm, CommFactory
 from ddpobs.comm.cast import Bf16, Fp16
 from ddpobs.comm.int8 import Int8
-from ddpobs.comm.parameter_server import ParameterServer
 from ddpobs.comm.powersgd import PowerSGD
 from ddpobs.comm.round_robin import RoundRobin
 from ddpobs.comm.topk import TopK
@@ -55,7 +54,6 @@ STRATEGIES = (
     Strategy("fp16", Fp16),
     Strategy("bf16", Bf16),
     Strategy("int8", Int8),
-    Strategy("parameter_server", ParameterServer),
     Strategy("powersgd", PowerSGD, Argument("rank", int, lambda rank: rank >= 1, "at least 1")),
     Strategy("topk", TopK, Argument("density", float, lambda density: 0 < density <= 1, "above 0, at most 1")),
 )

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.parameter_server import ParameterServer
 from ddpobs import DistributedDataParallel
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm import Pending, PowerSGD
@@ -22,7 +23,7 @@ from tests.support.distributed.strategies import CAP
 
 pytestmark = pytest.mark.wide
 
-CASES = [("int8", 1), ("powersgd:2", 1), ("parameter_server", 1), ("all_reduce", 3), ("int8", 2)]
+CASES = [("int8", 1), ("powersgd:2", 1), (ParameterServer, 1), ("all_reduce", 3), ("int8", 2)]
 """Strategies that need side groups, and the number of round-robin groups."""
 
 

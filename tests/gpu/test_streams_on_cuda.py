@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.parameter_server import ParameterServer
 from ddpobs import DistributedDataParallel, wire
 from tests.support.cuda import nccl_alone, net, train
 from tests.support.distributed.compare import grad
@@ -21,8 +22,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 WIDTH = 4096
 
 
-@pytest.mark.parametrize("comm", ["fp16", "bf16", "topk:1", "int8", "parameter_server"])
-def test_an_optimizer_waits_for_all_work_on_a_bucket(comm: str) -> None:
+@pytest.mark.parametrize("comm", ["fp16", "bf16", "topk:1", "int8", ParameterServer])
+def test_an_optimizer_waits_for_all_work_on_a_bucket(comm: Any) -> None:
     """Gradients read at once on the current stream equal the gradients after a synchronisation of the device."""
     with nccl_alone():
         ddp = DistributedDataParallel(net(WIDTH), device_ids=[0], comm=comm)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
+from benchmarks.parameter_server import ParameterServer
 from ddpobs import DistributedDataParallel
 from ddpobs.buckets.bucket import Bucket
 from tests.support.distributed.compare import batch, grad, net, outcome
@@ -63,7 +64,7 @@ LOOPS: dict[str, Any] = {
     "int8": ({"comm": "int8"}, {}),
     "topk": ({"comm": "topk:0.1"}, {}),
     "powersgd": ({"comm": "powersgd:1"}, {}),
-    "parameter server": ({"comm": "parameter_server"}, {}),
+    "parameter server": ({"comm": ParameterServer}, {}),
     "fp16 hook": ({}, {}),
     "PowerSGD hook": ({"bucket_cap_mb": 25}, {}),
 }

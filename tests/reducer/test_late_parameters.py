@@ -16,6 +16,7 @@ from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
+from benchmarks.parameter_server import ParameterServer
 from ddpobs import DistributedDataParallel
 from ddpobs.errors import ModelsDifferError, ReducerError, UnusedParametersError
 from tests.support.distributed.compare import close, same
@@ -139,7 +140,7 @@ def test_the_results_are_those_of_a_model_wrapped_again_up_to_the_order_of_sums_
         assert {verdicts[name] for name in PAIRS if name != "fp16 hook"} <= {"equal", "close"}, verdicts
 
 
-STRATEGIES = ["fp16", "bf16", "int8", "topk:0.5", "powersgd:1", "parameter_server"]
+STRATEGIES = ["fp16", "bf16", "int8", "topk:0.5", "powersgd:1", ParameterServer]
 
 
 def train_with_strategies(rank: int, world_size: int) -> dict[str, list[list[float]]]:

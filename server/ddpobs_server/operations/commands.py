@@ -247,31 +247,6 @@ def restore(
 
 
 @cli.command()
-def bench(
-    ranks: Annotated[int, typer.Option(min=0, help="Ranks of a simulated job; 0 floods the collector instead.")] = 0,
-    seconds: Annotated[float, typer.Option(min=1, help="Duration of the simulated job.")] = 60.0,
-    batches: Annotated[int, typer.Option(min=1, help="Batches of 5,000 spans per client in a flood.")] = 100,
-    clients: Annotated[int, typer.Option(min=1, help="Number of sending processes.")] = 8,
-    database_url: Annotated[
-        str | None, typer.Option(help="Empty database for the measurement. Default: a new SQLite file.")
-    ] = None,
-) -> None:
-    """Measure the throughput of a collector on this machine, which also runs the clients."""
-    from ddpobs_server.operations import bench as benchmark
-
-    load = benchmark.job(ranks, seconds, clients) if ranks else benchmark.flood(clients, batches)
-    try:
-        results = benchmark.measure(load, database_url)
-    except benchmark.BenchError as error:
-        print_error(str(error))
-        raise typer.Exit(1) from None
-    for name, value in results.items():
-        typer.echo(f"{name:>16}  {value:,.2f}")
-    if results["lost"]:
-        raise typer.Exit(1)
-
-
-@cli.command()
 def distribute(
     database_url: DatabaseOption = None,
     show: Annotated[bool, typer.Option("--show", help="Print the statements without running them.")] = False,

@@ -9,12 +9,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from ddpobs_server.operations import bench, commands, self_check
+from ddpobs_server.operations import commands, self_check
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival, Store
 from ddpobs_server.store.database import database_access
 from typer.testing import CliRunner
 
+from benchmarks import capacity, loads
 from benchmarks.rig import databases
 from tests.support.server.batches import batch
 
@@ -83,8 +84,8 @@ def test_a_benchmark_refuses_a_database_with_runs(fresh: databases.Fresh, tmp_pa
     url = fresh(tmp_path)
     store = Store(url)
     store.migrate()
-    bench._refuse_used(url)
+    capacity._refuse_used(url)
     store.ingest([Arrival(batch("mine"), bytes(32), 1, 1)])
     store.close()
-    with pytest.raises(bench.BenchError, match="has runs"):
-        bench.measure(bench.flood(1, 1), url)
+    with pytest.raises(capacity.CapacityError, match="has runs"):
+        capacity.measure(loads.flood(1, 1), url)

@@ -1,10 +1,9 @@
-"""Operation: several collectors on a database, `check`, and `bench`."""
+"""Operation: several collectors on a database, and `check`."""
 
 from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 import sqlite3
 import subprocess
@@ -15,7 +14,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from ddpobs_server.operations import bench, commands, health_monitor
+from ddpobs_server.operations import commands, health_monitor
 from ddpobs_server.store import Store
 from ddpobs_server.web.auth import new_token
 from prometheus_client import CollectorRegistry
@@ -197,26 +196,6 @@ def test_check_reports_a_damaged_file(tmp_path: Path) -> None:
     assert "integrity" not in check(url, "--no-integrity")[1]
 
 
-@pytest.mark.parametrize("load", [bench.flood(clients=2, batches=2), bench.job(ranks=8, seconds=4, clients=2)])
-def test_bench_loses_no_span_and_ignores_settings_of_the_environment(
-    load: bench.Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"TOKEN": "secret", "HOST": "0.0.0.0", "MAX_RANKS": "1", "KEEP_GB": "1e-9"}.items():
-        monkeypatch.setenv(f"DDPOBS_SERVER_{name}", value)
-    results = bench.measure(load)
-    assert results["lost"] == 0
-    assert results["bytes_per_span"] > 0
-    assert results["cpu_ns_per_span"] >= 0
-
-
-def test_bench_reports_a_failure_in_a_line(tmp_path: Path) -> None:
-    for options, code in (["--clients", "0"], 2), (["--database-url", f"sqlite:///{tmp_path}/none/runs.db"], 1):
-        done = CliRunner().invoke(commands.cli, ["bench", "--clients", "1", "--batches", "1", *options])
-        assert (done.exit_code, type(done.exception)) == (code, SystemExit), done.output
-    assert done.stderr.startswith("ddpobs-server: no collector: ")
-    assert done.stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize("setting", [{"keep_gb": "inf"}, {"max_body_mb": "nan"}, {"keep_spans_days": "150000"}])
 def test_a_setting_out_of_range_is_refused(setting: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     ((name, value),) = setting.items()
@@ -224,11 +203,3 @@ def test_a_setting_out_of_range_is_refused(setting: dict[str, str], monkeypatch:
     done = CliRunner().invoke(commands.cli, ["check"])
     assert done.exit_code == 2
     assert done.stderr.startswith(f"ddpobs-server: {name}: ")
-
-
-def test_bench_reports_a_crashed_client() -> None:
-    def crash(*_: object) -> bench.Sent:
-        os._exit(139)
-
-    with bench.senders(2, crash) as pipes, pytest.raises(RuntimeError, match="a client ended without an answer"):
-        bench.drive(pipes, os.getpid(), "")

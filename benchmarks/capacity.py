@@ -1,4 +1,6 @@
-"""`ddpobs-server bench`: throughput of a collector on this machine, over HTTP, acknowledged after the commit.
+"""Throughput of a collector on this machine, over HTTP, acknowledged after the commit.
+
+    python -m benchmarks.capacity [--ranks 1024] [--seconds 60] [--batches 100] [--clients 8] [--database-url URL]
 
 *Flood*: some clients each send batches of 5,000 spans without a pause. *Job*: each of many ranks sends a batch at every
 flush, as in a training of that size. Clients are processes on the same machine, and share its cores.
@@ -21,43 +23,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import httptools
 import numpy as np
+import typer
 import zstandard
-
-from ddpobs import wire
-from ddpobs_server.operations.bench_load import FLOOD_BUCKETS, FLOOD_STEPS, Load, batch, flood, job
 from ddpobs_server.settings import printable_url, sqlite_file
 from ddpobs_server.store import Store
 
-__all__ = [
-    "FLOOD_BUCKETS",
-    "FLOOD_STEPS",
-    "SERVE",
-    "BenchError",
-    "Load",
-    "Sent",
-    "batch",
-    "collector",
-    "drive",
-    "flood",
-    "fsyncs_a_second",
-    "job",
-    "measure",
-    "send",
-    "senders",
-    "stored",
-]
+from benchmarks.loads import Load, batch, flood, job
+from ddpobs import wire
 
 SERVE = (sys.executable, "-m", "ddpobs_server.app", "serve")
 _SAMPLE_S = 0.2
 _context = multiprocessing.get_context("fork")
 
 
-class BenchError(RuntimeError):
+class CapacityError(RuntimeError):
     """The measurement failed; the message has the reason."""
 
 
@@ -72,7 +56,7 @@ def measure(load: Load, database_url: str | None = None) -> dict[str, float]:
         The results of `drive`, the number of `lost` spans, and `bytes_per_span` of a SQLite file.
 
     Raises:
-        BenchError: The database has runs, the collector did not start, or it did not acknowledge a batch.
+        CapacityError: The database has runs, the collector did not start, or it did not acknowledge a batch.
     """
     if database_url is not None:
         _refuse_used(database_url)
@@ -95,7 +79,7 @@ def _refuse_used(database_url: str) -> None:
     try:
         if store.revisions()[0] is not None and store.has_runs():
             database = printable_url(database_url)
-            raise BenchError(f"{database} has runs: name an empty database, or none for a temporary file")
+            raise CapacityError(f"{database} has runs: name an empty database, or none for a temporary file")
     finally:
         store.close()
 
@@ -144,7 +128,7 @@ def drive(pipes: Sequence[Connection], pid: int, address: str) -> dict[str, floa
         `resident_ratio`, the end relative to the middle.
 
     Raises:
-        BenchError: A batch was not acknowledged.
+        CapacityError: A batch was not acknowledged.
     """
     _raise_failure([_receive(pipe) for pipe in pipes])
     cpu_before, began = _processor_s(pid), time.monotonic()
@@ -181,7 +165,7 @@ def drive(pipes: Sequence[Connection], pid: int, address: str) -> dict[str, floa
 def _raise_failure(answers: Sequence[Sent | str | None]) -> None:
     for answer in answers:
         if isinstance(answer, str):
-            raise BenchError(answer)
+            raise CapacityError(answer)
 
 
 def _acknowledgements(results: Sequence[Sent]) -> dict[str, float]:
@@ -210,7 +194,7 @@ def collector(
         command: Command that starts it; by default this version's.
 
     Raises:
-        BenchError: It did not start; the message has its log.
+        CapacityError: It did not start; the message has its log.
     """
     log = folder / "log"
     # Default settings: ignore the environment's settings for another collector, such as a token or certificates.
@@ -222,7 +206,7 @@ def collector(
         deadline = time.monotonic() + 60
         while not (match := re.search(r"(?:ddpobs-server:|running on) (http://[^ ,]+)", log.read_text())):
             if time.monotonic() > deadline or process.poll() is not None:
-                raise BenchError(f"no collector: {log.read_text()}")
+                raise CapacityError(f"no collector: {log.read_text()}")
             time.sleep(0.05)
         yield process, match[1]
     finally:
@@ -245,7 +229,7 @@ def _receive(pipe: Connection) -> Any:
     try:
         return pipe.recv()
     except EOFError:
-        raise BenchError("a client ended without an answer") from None
+        raise CapacityError("a client ended without an answer") from None
 
 
 def _client(pipe: Connection, send: Callable[..., Sent], *arguments: object) -> None:
@@ -306,17 +290,17 @@ class _HttpConnection:
         """Send a batch and wait for its acknowledgement.
 
         Raises:
-            BenchError: The status is not 201, or the collector closed the connection.
+            CapacityError: The status is not 201, or the collector closed the connection.
         """
         head = f"PUT {path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"
         self._socket.sendall(head.encode() + body)
         self._text, self._complete = b"", False
         while not self._complete:
             if not (data := self._socket.recv(65_536)):
-                raise BenchError("the collector closed the connection")
+                raise CapacityError("the collector closed the connection")
             self._parser.feed_data(data)
         if (status := self._parser.get_status_code()) != 201:
-            raise BenchError(f"a batch was answered {status}: {self._text[:300]!r}")
+            raise CapacityError(f"a batch was answered {status}: {self._text[:300]!r}")
 
     def on_body(self, part: bytes) -> None:
         """Callback of the parser."""
@@ -340,3 +324,28 @@ def _resident_mb(pid: int) -> float:
 def _processor_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def main(
+    ranks: Annotated[int, typer.Option(min=0, help="Ranks of a simulated job; 0 floods the collector instead.")] = 0,
+    seconds: Annotated[float, typer.Option(min=1, help="Duration of the simulated job.")] = 60.0,
+    batches: Annotated[int, typer.Option(min=1, help="Batches of 5,000 spans per client in a flood.")] = 100,
+    clients: Annotated[int, typer.Option(min=1, help="Number of sending processes.")] = 8,
+    database_url: Annotated[
+        str | None, typer.Option(help="Empty database for the measurement. Default: a new SQLite file.")
+    ] = None,
+) -> None:
+    """Measure the throughput of a collector on this machine, which also runs the clients."""
+    try:
+        results = measure(job(ranks, seconds, clients) if ranks else flood(clients, batches), database_url)
+    except CapacityError as error:
+        typer.echo(f"capacity: {error}", err=True)
+        raise typer.Exit(1) from None
+    for name, value in results.items():
+        typer.echo(f"{name:>16}  {value:,.2f}")
+    if results["lost"]:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
