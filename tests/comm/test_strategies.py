@@ -26,7 +26,7 @@ from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
 from tests.support.distributed.strategies import CAP, STRATEGIES, same_everywhere
 
-CLOSE = {"fp16": 1e-3, "bf16": 1e-2, "int8": 1e-2, ParameterServer: 1e-6}
+CLOSE: dict[Any, float] = {"fp16": 1e-3, "bf16": 1e-2, "int8": 1e-2, ParameterServer: 1e-6}
 """Largest distance of a step's gradients from the plain mean, as a share of the largest gradient."""
 
 

@@ -140,10 +140,10 @@ def test_the_results_are_those_of_a_model_wrapped_again_up_to_the_order_of_sums_
         assert {verdicts[name] for name in PAIRS if name != "fp16 hook"} <= {"equal", "close"}, verdicts
 
 
-STRATEGIES = ["fp16", "bf16", "int8", "topk:0.5", "powersgd:1", ParameterServer]
+STRATEGIES: list[Any] = ["fp16", "bf16", "int8", "topk:0.5", "powersgd:1", ParameterServer]
 
 
-def train_with_strategies(rank: int, world_size: int) -> dict[str, list[list[float]]]:
+def train_with_strategies(rank: int, world_size: int) -> dict[Any, list[list[float]]]:
     sums = {}
     for name in STRATEGIES:
         results = train(rank, lambda model, name=name: DistributedDataParallel(model, comm=name))  # type: ignore[misc]
