@@ -25,8 +25,7 @@ from ddpobs import telemetry, wire
 from ddpobs.attachment import ddp_class_patches
 from ddpobs.attachment.observed_group import ObservedGroup
 from ddpobs.attachment.readiness import Readiness
-from ddpobs.attachment.torch_layout import Reduction, current_layout, real_numbers, reducer_settings
-from ddpobs.buckets import bucket as bucketing
+from ddpobs.attachment.torch_layout import Reduction, TorchBuckets, current_layout, real_numbers, reducer_settings
 from ddpobs.errors import DataParallelError, DdpobsError
 from ddpobs.never_raises import goes_on_without, never_raises
 from ddpobs.observers import ModuleObserver
@@ -122,15 +121,15 @@ class Attachment:
         self._forward_task = -1
         """Graph task in which the latest synchronising forward ran; -1 outside of a backward."""
         self._maps_used = model.find_unused_parameters or model.static_graph
-        # A model that delays the all-reduce of all its parameters does not have the attribute.
-        self._skips = getattr(model, "skip_all_reduce_unused_params", False)
-        self._rebuilds = model.static_graph or not model.find_unused_parameters
-        """Whether torch still has to rebuild its buckets, before the second forward."""
+        self._buckets = TorchBuckets(
+            self.parameters,
+            self.names,
+            rebuilds=model.static_graph or not model.find_unused_parameters,
+            # A model that delays the all-reduce of all its parameters does not have the attribute.
+            skips=getattr(model, "skip_all_reduce_unused_params", False),
+        )
         self._comm = "all_reduce"
         self._reduction: Reduction | None = None
-        self._members: list[list[int]] = []
-        self._elements: list[int] = []
-        self._order: list[int] | None = None
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._readiness.stamper(index))
             for index, parameter in enumerate(self.parameters)
@@ -147,8 +146,9 @@ class Attachment:
             self.observe_group(model)
             if built_in is not None:  # It keeps the group that it was registered with.
                 model._register_builtin_comm_hook(built_in)
-            self._rebuilds &= not model._get_ddp_logging_data().get("has_rebuilt_buckets", 0)
-            self._set_buckets(current_layout(model, self.parameters, self._sparse))
+            self._buckets.rebuilds &= not model._get_ddp_logging_data().get("has_rebuilt_buckets", 0)
+            self._buckets.set(current_layout(model, self.parameters, self._sparse))
+            self._report_layout()
 
     def detach(self) -> None:
         """Remove the telemetry completely from the model, its parameters and its process group."""
@@ -219,31 +219,22 @@ class Attachment:
             work.get_future().add_done_callback(self._map_stamper(launched))
             return
         size = real_numbers(tensor)
-        index = reduction.launch(launched, lambda i: self._elements[i] == size and self._reduces(i))
+        index = reduction.launch(launched, lambda i: self._buckets.holds(i, size) and self._reduces(i))
         if index is None:
             return
         self._recorder.bucket_launched(index)
         # A work keeps its bucket alive, and torch frees the first buckets in the rebuild.
-        if self._works_are_timed and not self._rebuilds:
+        if self._works_are_timed and not self._buckets.rebuilds:
             reduction.works[index] = work
         work.get_future().add_done_callback(reduction.stamper(index, self.now))
 
     @unseen
     def broadcast(self, tensor: torch.Tensor, launched: Any) -> None:
-        """Record one of the two broadcasts of a rebuild.
-
-        The first holds the parameters' indices in their new order and the number of buckets, the second the number of
-        parameters in each bucket.
-        """
+        """Record one of the two broadcasts of a rebuild."""
         self._recorder.communicated("buffers", launched, self.now())
-        values = tensor.tolist()
-        if self._order is None:
-            self._order = values[:-1]
-            return
-        order, self._order = iter(self._order), None
-        self._rebuilds = False
-        self._set_buckets([[next(order) for _ in range(count)] for count in values])
-        self._recorder.event("buckets_rebuilt", buckets=len(self._members))
+        if self._buckets.take_broadcast(tensor.tolist()):
+            self._report_layout()
+            self._recorder.event("buckets_rebuilt", buckets=len(self._buckets.members))
 
     def time_hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """Return the user's communication hook with its launch and completion recorded."""
@@ -316,7 +307,7 @@ class Attachment:
 
     def _current_reduction(self) -> Reduction:
         if self._reduction is None:
-            self._reduction = Reduction(len(self._members))
+            self._reduction = Reduction(len(self._buckets.members))
             self._recorder.reduction_began(self._reduction.launched_ns, self._reduction.done_ns)
             self._recorder.bucket_launched(wire.UNKNOWN)
             if torch._C._current_graph_task_id() >= 0:
@@ -356,10 +347,12 @@ class Attachment:
         if record is None:
             return
         if reduction is not None and any(reduction.launched_ns):
-            record.ready_ns = [self._readiness.last(members) for members in self._members]
+            record.ready_ns = [self._readiness.last(members) for members in self._buckets.members]
             record.launched_ns, record.done_ns, record.works = reduction.launched_ns, reduction.done_ns, reduction.works
             if record.parameter_ready_ns is not None:
-                record.parameter_ready_ns = [self._readiness.stamps[i] for members in self._members for i in members]
+                record.parameter_ready_ns = [
+                    self._readiness.stamps[i] for members in self._buckets.members for i in members
+                ]
         else:
             record.ready_ns, record.launched_ns, record.done_ns = [], [], []
             record.parameter_ready_ns = None
@@ -372,12 +365,12 @@ class Attachment:
         """Whether torch has reduced all gradients; each loss of one forward may reduce a part of them."""
         if self._hook_is_unseen:
             return self._readiness.any_arrived
-        expected_launches = sum(map(self._reduces, range(len(self._members))))
+        expected_launches = sum(map(self._reduces, range(len(self._buckets.members))))
         return self._reduction is not None and self._reduction.launches >= expected_launches
 
     def _reduces(self, bucket: int) -> bool:
-        """Whether torch reduces that bucket; a flag makes it skip unused buckets."""
-        return not self._skips or self._readiness.is_used(self._members[bucket])
+        """Whether torch reduces that bucket in this backward."""
+        return self._buckets.is_reduced(bucket, self._readiness.is_used)
 
     def _report_unused(self, reduction: Reduction | None) -> None:
         """Report unused parameters, also without the flag: then torch raises nothing, and the ranks diverge."""
@@ -389,16 +382,9 @@ class Attachment:
             globally = [index for index in locally if self.parameters[index].grad is None]
         self._recorder.unused([self.names[i] for i in locally], [self.names[i] for i in globally])
 
-    def _set_buckets(self, members: list[list[int]]) -> None:
-        self._members = members
-        self._elements = [sum(real_numbers(self.parameters[i]) for i in bucket) for bucket in members]
-        self._report_layout()
-
     @unseen
     def _report_layout(self) -> None:
-        parameters, names = self.parameters, self.names
-        buckets = [bucketing.describe([parameters[i] for i in b], [names[i] for i in b]) for b in self._members]
-        if buckets:
+        if buckets := self._buckets.describe():
             self._recorder.layout(buckets, self._comm)
 
 

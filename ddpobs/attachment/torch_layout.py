@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpobs import wire
 from ddpobs.buckets import assignment
+from ddpobs.buckets import bucket as bucketing
 from ddpobs.torch_seam.bucket_caps import BucketCaps
 from ddpobs.torch_seam.interpreter_exit import stay_in_interpreter
 
@@ -44,6 +45,62 @@ class Reduction:
             stay_in_interpreter()
 
         return stamp
+
+
+class TorchBuckets:
+    """The buckets of torch's reducer; none until they are known.
+
+    Args:
+        parameters: The parameters that torch's reducer reduces.
+        names: Their names.
+        rebuilds: Torch still has to rebuild its buckets, before the second forward.
+        skips: A flag makes torch skip buckets without a used parameter.
+
+    Attributes:
+        members: Indices of each bucket's parameters, in launch order.
+        rebuilds: As the argument.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str], *, rebuilds: bool, skips: bool
+    ) -> None:
+        self._parameters, self._names, self._skips = parameters, names, skips
+        self.rebuilds = rebuilds
+        self.members: list[list[int]] = []
+        self._elements: list[int] = []
+        self._order: list[int] | None = None
+
+    def set(self, members: list[list[int]]) -> None:
+        """Replace the buckets."""
+        self.members = members
+        self._elements = [sum(real_numbers(self._parameters[i]) for i in bucket) for bucket in members]
+
+    def take_broadcast(self, values: list[int]) -> bool:
+        """Take one of the two broadcasts of a rebuild; return whether the rebuild is complete.
+
+        The first holds the parameters' indices in their new order and the number of buckets, the second the number of
+        parameters in each bucket.
+        """
+        if self._order is None:
+            self._order = values[:-1]
+            return False
+        order, self._order = iter(self._order), None
+        self.rebuilds = False
+        self.set([[next(order) for _ in range(count)] for count in values])
+        return True
+
+    def holds(self, bucket: int, elements: int) -> bool:
+        """Whether the bucket has so many elements."""
+        return self._elements[bucket] == elements
+
+    def is_reduced(self, bucket: int, is_used: Callable[[Sequence[int]], bool]) -> bool:
+        """Whether torch reduces the bucket; `is_used` judges its parameters' indices."""
+        return not self._skips or is_used(self.members[bucket])
+
+    def describe(self) -> list[wire.Bucket]:
+        """The buckets for the wire."""
+        parameters, names = self._parameters, self._names
+        return [bucketing.describe([parameters[i] for i in b], [names[i] for i in b]) for b in self.members]
 
 
 def current_layout(

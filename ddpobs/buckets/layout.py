@@ -51,7 +51,7 @@ class Layout:
         as_views: bool,
     ) -> None:
         self.parameters, self.names, self.expect_sparse = list(parameters), list(names), list(expect_sparse)
-        self._as_views = as_views
+        self.as_views = as_views
         self.dtype: torch.dtype | None = None
         self.buckets: list[Bucket] = []
         self.bucket_of: list[Bucket] = []
@@ -65,7 +65,7 @@ class Layout:
         Args:
             assignment: Indices of each bucket's parameters, in launch order.
         """
-        buckets = bucketing.build(self.parameters, assignment, self.expect_sparse, self._as_views)
+        buckets = bucketing.build(self.parameters, assignment, self.expect_sparse, self.as_views)
         flat = [(bucket, slot, member) for bucket in buckets for slot, member in enumerate(bucket.members)]
         if self.dtype is not None:
             for bucket in buckets:
@@ -109,7 +109,7 @@ class Layout:
             return
         # With gradient_as_bucket_view torch turns every present gradient into a view, and it divides views otherwise
         # than other gradients.
-        if self._as_views or gradient is old_bucket.views[old_slot]:
+        if self.as_views or gradient is old_bucket.views[old_slot]:
             bucket.memory.take_over(slot, gradient)
 
     def rebuild_in_order(self, arrivals: Sequence[int], limits_bytes: Sequence[int], group: dist.ProcessGroup) -> bool:
@@ -137,7 +137,7 @@ class Layout:
     def _shares_memory(self) -> bool:
         """Whether another tensor shares the memory of a present gradient, as after `data`, and may be used again."""
         deadline = time.monotonic() + _RELEASE_S
-        while shared := not self._as_views and any(
+        while shared := not self.as_views and any(
             bucket.memory.is_shared and bucket.holds_gradients for bucket in self.buckets
         ):
             if time.monotonic() > deadline:

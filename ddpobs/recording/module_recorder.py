@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,12 +18,11 @@ from ddpobs.recording.place.last_place import Slots, memory_slots
 from ddpobs.recording.place.place_file import Slot
 from ddpobs.recording.replicas.fingerprints import Fingerprints
 from ddpobs.recording.replicas.unreduced import UnreducedGradients
+from ddpobs.recording.unused_names import UnusedNames
 from ddpobs.torch_seam.modes import unseen
 
 _LOCAL_STRATEGIES = ("post_localSGD_hook",)
 """Communication hooks that let the replicas part on purpose."""
-_MAX_NAMES_PER_BATCH = 2_000
-"""Names of unused parameters per batch; the collector refuses batches with too many names."""
 _NO_PLACE = memory_slots()
 
 
@@ -69,6 +67,7 @@ class ModuleRecorder:
         current: Record of the latest synchronised backward.
         synchronised: A backward was synchronised, also if it was not recorded.
         fingerprints: Samples the module's replicas; None if they are not compared.
+        unused_names: Sends the names of parameters that a backward left out.
     """
 
     def __init__(
@@ -102,14 +101,10 @@ class ModuleRecorder:
         self._offer = offer
         self._readiness_every = readiness_every
         self._revision = -1
-        self._buckets = 0
         self._layout: list[wire.Bucket] = []
         self._parameters = 0
         self._backwards = 0
-        self._unused: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-        self._names_sent = 0
-        self._pending: wire.Unused | None = None
-        self._sending = threading.Lock()
+        self.unused_names = UnusedNames(index, offer)
         journal.modules += 1
 
     @never_raises
@@ -118,7 +113,7 @@ class ModuleRecorder:
         if comm in _LOCAL_STRATEGIES:
             self.fingerprints, self._fingerprint_every = None, 0
         self._revision += 1
-        self._buckets, self._layout = len(buckets), buckets
+        self._layout = buckets
         self._parameters = sum(len(bucket.parameters) for bucket in buckets)
         self._offer(
             wire.Layout(module=self.index, name=self._name, revision=self._revision, comm=comm, buckets=buckets)
@@ -148,7 +143,9 @@ class ModuleRecorder:
             return None
         sampled = self._backwards % self._readiness_every == 0
         self._backwards += 1
-        self.current = BackwardRecord(self.index, self._revision, self._buckets, self._parameters if sampled else None)
+        self.current = BackwardRecord(
+            self.index, self._revision, len(self._layout), self._parameters if sampled else None
+        )
         if not counted:
             self.reduction_began(self.current.launched_ns, self.current.done_ns)
         self.current.last_bucket = self._journal.place.last_bucket
@@ -244,36 +241,8 @@ class ModuleRecorder:
 
     @never_raises
     def unused(self, locally: Iterable[str], globally: Iterable[str]) -> None:
-        """Record the names of the parameters that the backward left out, if the set changed.
-
-        If it changes all the time (experts, dropped layers), its names would fill the batch, and the batch would be
-        refused. Beyond `_MAX_NAMES_PER_BATCH` names only the latest set is sent, with the next batch.
-        """
-        names = (tuple(locally), tuple(globally))
-        if names == self._unused:
-            return
-        self._unused = names
-        unused = wire.Unused(
-            step=self._journal.number, module=self.index, locally=list(names[0]), globally=list(names[1])
-        )
-        with self._sending:
-            self._pending = None
-            if self._names_sent < _MAX_NAMES_PER_BATCH:
-                self._send_unused(unused)
-            else:
-                self._pending = unused
-
-    def batch_cut(self) -> None:
-        """Begin a new batch, with the pending set of unused parameters; called on the telemetry thread."""
-        with self._sending:
-            self._names_sent = 0
-            pending, self._pending = self._pending, None
-            if pending is not None:
-                self._send_unused(pending)
-
-    def _send_unused(self, unused: wire.Unused) -> None:
-        self._names_sent += len(unused.locally) + len(unused.globally)
-        self._offer(unused)
+        """Record the names of the parameters that the backward left out."""
+        self.unused_names.record(self._journal.number, tuple(locally), tuple(globally))
 
     def forward_began(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
         """Record a call of the DDP module's forward with these inputs."""

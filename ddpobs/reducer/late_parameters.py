@@ -21,6 +21,8 @@ import torch
 from ddpobs.buckets import assignment
 from ddpobs.buckets import bucket as bucketing
 from ddpobs.buckets.bucket import Bucket
+from ddpobs.buckets.layout import Layout
+from ddpobs.comm import BucketComm
 from ddpobs.reducer.fault_broadcast import Fault
 
 Frozen = tuple[str, torch.nn.Parameter, bool]
@@ -71,7 +73,51 @@ class LateParameters:
         absent = [name for name, parameter, _ in self.waiting if parameter.grad is None or not has_data]
         return Fault(added=names, absent=absent, missing=absent if all_required and has_data else [])
 
-    def build(self, first_index: int, first_bucket: int, limits_bytes: Sequence[int], as_views: bool) -> list[Bucket]:
+    def reduce(
+        self,
+        reports: Sequence[Fault],
+        last: Bucket,
+        *,
+        layout: Layout,
+        comm: BucketComm,
+        divisor: float | None,
+        limits_bytes: Sequence[int],
+        has_data: bool,
+    ) -> list[Bucket]:
+        """Reduce the new parameters, on which all ranks agree. A collective call.
+
+        Args:
+            reports: Each rank's report.
+            last: The last bucket of this backward, which may have carried the report; it is reduced once more.
+            layout: The parameters and buckets that exist.
+            comm: The strategy.
+            divisor: Of the sums; None if the strategy does not divide.
+            limits_bytes: As for `assignment.assign`.
+            has_data: This rank has gradients; otherwise it takes part with zeros.
+
+        Returns:
+            The new parameters' buckets, for `Reducer.take_in`.
+        """
+        if self.restore(last):
+            comm.launch(last, True).wait()
+        first, names = len(layout.parameters), [name for name, _, _ in self.waiting]
+        absent = set.intersection(*(set(report.absent) for report in reports))
+        buckets = self._build(first, len(layout.buckets), limits_bytes, layout.as_views)
+        for bucket in buckets:
+            bucket.divisor = divisor
+            if layout.dtype is not None:
+                bucket.set_dtype(layout.dtype)
+            if not has_data:
+                comm.launch(bucketing.zeros_like(bucket), False).wait()
+                continue
+            _densify(bucket)
+            bucket.fill()
+            # A hook that counts last buckets has had this backward's.
+            comm.launch(bucket, False).wait()
+            _assign_absent(bucket, [names[member - first] for member in bucket.members], absent)
+        return buckets
+
+    def _build(self, first_index: int, first_bucket: int, limits_bytes: Sequence[int], as_views: bool) -> list[Bucket]:
         """Buckets of the new parameters, numbered after the parameters and buckets that exist."""
         _, parameters, sparse = (list(column) for column in zip(*self.waiting, strict=True))
         buckets = bucketing.build(
@@ -113,14 +159,14 @@ class LateParameters:
         self._saved = None
 
 
-def densify(bucket: Bucket) -> None:
+def _densify(bucket: Bucket) -> None:
     """Convert sparse gradients of a dense bucket."""
     for parameter in () if bucket.sparse else bucket.parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
 
 
-def assign_absent(bucket: Bucket, names: Sequence[str], absent_everywhere: Collection[str]) -> None:
+def _assign_absent(bucket: Bucket, names: Sequence[str], absent_everywhere: Collection[str]) -> None:
     """Set `.grad` of parameters that got none on this rank, but did on another.
 
     Args:

@@ -106,7 +106,7 @@ class ModuleReducer(FrontEnd):
             front_end=self,
             frozen=frozen,
         )
-        self._readiness, self._layout = self.core.readiness, self.core.layout
+        self._readiness = self.core.readiness
         self._open = _open.setdefault(group, [])
         self._divisor: float = self.core.ranks
         self._dtypes = list(map(_dtype, parameters))
@@ -196,7 +196,7 @@ class ModuleReducer(FrontEnd):
             return
         self._compared_comm = True
         facts = {model_check.SETTINGS: [("the communication hook or strategy", self.core.comm.name)]}
-        model_check.check_same_everywhere(facts, None, self.core.group, self._layout.parameters[0].device)
+        model_check.check_same_everywhere(facts, None, self.core.group, self.core.layout.parameters[0].device)
 
     def _refuse(self) -> None:
         """Raise before anything is launched, on every rank alike.
@@ -205,18 +205,18 @@ class ModuleReducer(FrontEnd):
             ReducerError: Autograd itself is compiled, or a parameter was converted.
         """
         autograd.refuse_compiled()
-        if self._layout.dtype is not None:
+        if self.core.layout.dtype is not None:
             return
         # 0.04 µs each. A move to another device moves the whole model, so that one parameter's device is enough.
-        dtypes = list(map(_dtype, self._layout.parameters))
+        dtypes = list(map(_dtype, self.core.layout.parameters))
         index = 0
         if dtypes != self._dtypes:
             index = next(i for i, (a, b) in enumerate(zip(dtypes, self._dtypes, strict=True)) if a != b)
-        parameter, dtype = self._layout.parameters[index], self._dtypes[index]
-        device = self._layout.bucket_of[index].buffer.device
+        parameter, dtype = self.core.layout.parameters[index], self._dtypes[index]
+        device = self.core.layout.bucket_of[index].buffer.device
         if (parameter.dtype, parameter.device) != (dtype, device):
             raise ReducerError(
-                f"parameter {self._layout.names[index]} was {dtype} on {device} when DistributedDataParallel was "
+                f"parameter {self.core.layout.names[index]} was {dtype} on {device} when DistributedDataParallel was "
                 f"built, and is {parameter.dtype} on {parameter.device} now: convert the module first, then wrap it"
             )
 
@@ -260,7 +260,7 @@ class ModuleReducer(FrontEnd):
         module = self._module()
         if module is None:
             return fault
-        wrapped = dict(zip(self._layout.names, self._layout.parameters, strict=True))
+        wrapped = dict(zip(self.core.layout.names, self.core.layout.parameters, strict=True))
         present = dict(module.named_parameters())
         replaced = [name for name in fault.missing if present.get(name, wrapped[name]) is not wrapped[name]]
         if not replaced:
@@ -356,12 +356,12 @@ class ModuleReducer(FrontEnd):
     @property
     def parameters(self) -> Sequence[torch.nn.Parameter]:
         """The parameters that are reduced."""
-        return self._layout.parameters
+        return self.core.layout.parameters
 
     @property
     def names(self) -> Sequence[str]:
         """Their names."""
-        return self._layout.names
+        return self.core.layout.names
 
     @property
     def unreduced_parameters(self) -> Sequence[tuple[str, torch.nn.Parameter]]:

@@ -11,7 +11,6 @@ One backward, in order:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -19,17 +18,15 @@ import torch
 import torch.distributed as dist
 
 from ddpobs.buckets import assignment
-from ddpobs.buckets import bucket as bucketing
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.buckets.layout import Layout
-from ddpobs.clocks import Stamp
 from ddpobs.comm import AllReduce, BucketComm, CommFactory, Pending, SkippedBucket
-from ddpobs.config import wants_ranges
 from ddpobs.errors import UnusedParametersError
-from ddpobs.observers import BackwardStamps, ModuleObserver
+from ddpobs.observers import ModuleObserver
+from ddpobs.reducer.bucket_times import BucketTimes
 from ddpobs.reducer.fault_broadcast import Fault, FaultBroadcast
 from ddpobs.reducer.front_end import FrontEnd
-from ddpobs.reducer.late_parameters import Frozen, LateParameters, assign_absent, densify
+from ddpobs.reducer.late_parameters import Frozen, LateParameters
 from ddpobs.reducer.participation import AllRequired, Participation, choose
 from ddpobs.reducer.readiness import Hook, Readiness
 from ddpobs.reducer.settings import Settings
@@ -37,8 +34,8 @@ from ddpobs.reducer.static_graph import StaticGraph
 from ddpobs.reducer.unused_parameters import UnusedParameters
 from ddpobs.reducer.used_map import UsedMap
 from ddpobs.torch_seam import autograd, ranges
-from ddpobs.torch_seam.collectives import all_reduce, time_collectives
-from ddpobs.torch_seam.interpreter_exit import rest_at_exit, stay_in_interpreter
+from ddpobs.torch_seam.collectives import all_reduce
+from ddpobs.torch_seam.interpreter_exit import rest_at_exit
 from ddpobs.torch_seam.modes import unseen
 from ddpobs.wire.text import joined
 
@@ -65,6 +62,7 @@ class Reducer:
         pending: The communications of this backward, in bucket order.
         unused: The parameters that a backward leaves out.
         used_map: How many ranks used each parameter.
+        times: Stamps of the backward under way.
         faults: Reports a fault of one rank to all.
         buckets_reduced: Number of buckets launched in the latest backward; a skipped bucket does not count.
         late: The parameters that start to require gradients.
@@ -94,9 +92,7 @@ class Reducer:
         self.buckets_reduced = 0
         self.waits_later = False
         self._keeps_graph = False
-        self._marks_nvtx = wants_ranges(os.environ) and torch.cuda.is_available()
-        self._record: BackwardStamps | None = None
-        self._now: Callable[[], Stamp] = recorder.now if recorder is not None else int
+        self.times = BucketTimes(recorder)
         self.layout = Layout(parameters, names, expect_sparse, settings.as_views)
         self.layout.build(
             settings.assignment or assignment.assign(parameters, settings.first_limits_bytes, expect_sparse)
@@ -138,9 +134,7 @@ class Reducer:
     @unseen
     def _reduce_over(self, group: dist.ProcessGroup) -> None:
         self.group, self.ranks = group, group.size()
-        self._works_time_themselves = self.recorder is not None and time_collectives(
-            group, self.layout.parameters[0].device
-        )
+        self.times.use_group(group, self.layout.parameters[0].device)
 
     # ------------------------------------------------------------------ the start, as Readiness reports it
 
@@ -154,7 +148,7 @@ class Reducer:
         self.buckets_reduced = 0
         self._keeps_graph = torch.is_grad_enabled()
         self.faults.record(self.late.report(static_graph=self.settings.static_graph))
-        self._record = self.recorder.backward() if self.recorder is not None else None
+        stampers = self.times.backward_began(self.layout.flat_index)
         divisor = self._front_end.divisor()
         for bucket in self.buckets:
             bucket.divisor = divisor
@@ -164,16 +158,7 @@ class Reducer:
                 bucket.reallocate_if_held()
             if self._keeps_graph:
                 bucket.keep_graph()
-        callbacks = self._front_end.arrival_callbacks()
-        stamps = self._record.parameter_ready_ns if self._record is not None else None
-        if stamps is not None:
-            flat_index, now = self.layout.flat_index, self._now
-
-            def stamp(index: int) -> None:
-                stamps[flat_index[index]] = now()
-
-            callbacks = [stamp, *callbacks]
-        return callbacks
+        return [*stampers, *self._front_end.arrival_callbacks()]
 
     def stash_old_gradients(self, unreached: Sequence[int]) -> None:
         """Keep older gradients of parameters that take no part, unless they count."""
@@ -188,8 +173,8 @@ class Reducer:
 
     def bucket_ready(self, bucket: Bucket) -> None:
         """Every gradient of the bucket has arrived: launch it, unless an earlier bucket is still incomplete."""
-        if self._record is not None:
-            self._record.ready_ns[bucket.index] = self._now()
+        if (record := self.times.record) is not None:
+            record.ready_ns[bucket.index] = self.times.now()
         self._outside_graph(self._launch_ready)
 
     def _outside_graph(self, function: Callable[[], None]) -> None:
@@ -210,8 +195,8 @@ class Reducer:
             if self.settings.skip_unused and not self.readiness.participation.should_launch(bucket.members):
                 self.pending.append(SkippedBucket())
                 continue
-            if self._marks_nvtx or ranges.profiler_records():
-                with ranges.mark(self._range_name(bucket), self._marks_nvtx):
+            if self.times.marks_nvtx or ranges.profiler_records():
+                with ranges.mark(self._range_name(bucket), self.times.marks_nvtx):
                     self._launch(bucket)
             else:
                 self._launch(bucket)
@@ -227,35 +212,20 @@ class Reducer:
         bucket.fill(self.readiness.used)
         if self.unused.stashed:
             self.unused.restore(bucket)
-        last, record = bucket is self.buckets[-1], self._record
+        last, record = bucket is self.buckets[-1], self.times.record
         if last and self.faults.fault is not None and self.carries_faults:
             self.late.save(bucket)
             self.faults.poison(bucket.buffer)
         if record is not None:
-            record.launched_ns[bucket.index], record.last_bucket[0] = self._now(), bucket.index
+            record.launched_ns[bucket.index], record.last_bucket[0] = self.times.now(), bucket.index
         pending = self.comm.launch(bucket, last)
         self.pending.append(pending)
         self.buckets_reduced += 1
         if record is not None:
-            self._follow(pending, bucket.index, last, record)
+            # A work keeps its buffer until it is read, so it is not kept for buckets that are about to be rebuilt.
+            keeps_work, timed_by_wait = self.readiness.order is None, last and self._last_is_timed_by_wait
+            self.times.follow(pending, bucket.index, keeps_work=keeps_work, timed_by_wait=timed_by_wait)
         self._front_end.bucket_launched(bucket, pending)
-
-    def _follow(self, pending: Pending, index: int, last: bool, record: BackwardStamps) -> None:
-        """Record when a bucket's communication completes."""
-        # A work keeps its buffer until it is read, so it is not kept for buckets that are about to be rebuilt.
-        if self._works_time_themselves and self.readiness.order is None:
-            work = getattr(pending, "work", None)
-            if work is not None:
-                record.works[index] = work
-        if last and self._last_is_timed_by_wait:
-            return
-        done_ns, now = record.done_ns, self._now
-
-        def done(_: object) -> None:
-            done_ns[index] = now()
-            stay_in_interpreter()
-
-        pending.on_done(done)
 
     @property
     def _last_is_timed_by_wait(self) -> bool:
@@ -283,10 +253,9 @@ class Reducer:
         An error that the other ranks do not receive, as in a user's hook, leaves the backward open. It is then ended by
         `zero_participation.abort`.
         """
-        recorder, record = self.recorder, self._record
-        if record is not None and self._last_is_timed_by_wait:
-            self.pending[-1].wait()
-            record.done_ns[-1] = self._now()
+        recorder, record = self.recorder, self.times.record
+        if self._last_is_timed_by_wait:
+            self.times.wait_for(self.pending[-1])
         for pending in self.pending:
             pending.wait()
         late: list[Bucket] = []
@@ -342,7 +311,7 @@ class Reducer:
         if readiness.order is not None and not readiness.order:
             # Every rank rebuilds its buckets next, also a rank without any gradient.
             readiness.order = list(reversed(range(len(self.layout.parameters))))
-        self._record = None
+        self.times.record = None
         self.faults.forget()
         self.late.forget_saved()
         readiness.reset()
@@ -360,34 +329,16 @@ class Reducer:
             self.readiness.waiting_nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters]
 
     def reduce_late(self, reports: Sequence[Fault], last: Bucket, has_data: bool = True) -> list[Bucket]:
-        """Reduce the new parameters, on which all ranks agree. A collective call.
-
-        Args:
-            reports: Each rank's report.
-            last: The last bucket of this backward, which may have carried the report; it is reduced once more.
-            has_data: This rank has gradients; otherwise it takes part with zeros.
-
-        Returns:
-            The new parameters' buckets, for `take_in`.
-        """
-        if self.late.restore(last):
-            self.comm.launch(last, True).wait()
-        first, names = len(self.layout.parameters), [name for name, _, _ in self.late.waiting]
-        buckets = self.late.build(first, len(self.buckets), self.settings.first_limits_bytes, self.settings.as_views)
-        absent = set.intersection(*(set(report.absent) for report in reports))
-        for bucket in buckets:
-            bucket.divisor = self._front_end.divisor()
-            if self.layout.dtype is not None:
-                bucket.set_dtype(self.layout.dtype)
-            if not has_data:
-                self.comm.launch(bucketing.zeros_like(bucket), False).wait()
-                continue
-            densify(bucket)
-            bucket.fill()
-            # A hook that counts last buckets has had this backward's.
-            self.comm.launch(bucket, False).wait()
-            assign_absent(bucket, [names[member - first] for member in bucket.members], absent)
-        return buckets
+        """Reduce the new parameters; arguments and result as of `LateParameters.reduce`."""
+        return self.late.reduce(
+            reports,
+            last,
+            layout=self.layout,
+            comm=self.comm,
+            divisor=self._front_end.divisor(),
+            limits_bytes=self.settings.first_limits_bytes,
+            has_data=has_data,
+        )
 
     def take_in(self, buckets: Sequence[Bucket]) -> None:
         """Let the buckets of new parameters join the others, from the next backward on."""

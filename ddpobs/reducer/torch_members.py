@@ -72,7 +72,7 @@ class TorchReducer(ModuleReducer):
     def _push_all_rebuilt_params(self) -> None:
         """Use any order on a joined rank, which computes no gradients: rank 0's order decides."""
         if self._readiness.order is not None:
-            self._readiness.order = list(range(len(self._layout.parameters)))
+            self._readiness.order = list(range(len(self.core.layout.parameters)))
 
     def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
         self._forward_work = None if use_static_world_size else work
@@ -83,13 +83,13 @@ class TorchReducer(ModuleReducer):
 
     def get_backward_stats(self) -> list[int]:
         """By parameter, ns from the first gradient to its own, in the last sampled iteration."""
-        return [self.timings.ready_after_ns.get(index, 0) for index in range(len(self._layout.parameters))]
+        return [self.timings.ready_after_ns.get(index, 0) for index in range(len(self.core.layout.parameters))]
 
     def _autograd_hook(self, _index: int) -> None:
         """Nothing to do: torch's mixed precision reports each gradient, and our own hooks have done so already."""
 
     def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
-        self._layout.set_dtype(dtype)
+        self.core.layout.set_dtype(dtype)
 
     def _set_sparse_metadata(self, _global_unique_ids: Mapping[str, torch.Tensor]) -> None:
         """Nothing to do: it would only save traffic. A sparse all-reduce has the same sum."""

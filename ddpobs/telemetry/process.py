@@ -245,7 +245,7 @@ class Telemetry:
         self._observation.flush()
         self._flush_fingerprints()
         for recorder in self._recorders:
-            recorder.batch_cut()
+            recorder.unused_names.batch_cut()
         if finished:
             self._event(kind, self._journal.number, {})
         self._recover(_PARENT_S if "TORCHELASTIC_RUN_ID" in os.environ else 0.0)
@@ -291,7 +291,7 @@ class Telemetry:
     def _encode(self, records: Sequence[object], envelope: Envelope) -> wire.Batch:
         recorders = tuple(self._recorders)
         for recorder in recorders:
-            recorder.batch_cut()
+            recorder.unused_names.batch_cut()
         self._place.batch_built(envelope.seq, envelope.emitted, envelope.dropped)
         return self._encoder.encode(records, envelope, {recorder.index for recorder in recorders})
 

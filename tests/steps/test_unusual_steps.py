@@ -347,8 +347,8 @@ def test_unused_sets_that_change_all_the_time_do_not_fill_a_batch(training: Trai
         training.recorder.unused(names[step:], [])
     sets = [record for record in training.offered if isinstance(record, wire.Unused)]
     assert [record.locally[0] for record in sets] == ["layer.0", "layer.1"]
-    training.recorder.batch_cut()
-    training.recorder.batch_cut()
+    training.recorder.unused_names.batch_cut()
+    training.recorder.unused_names.batch_cut()
     sets = [record for record in training.offered if isinstance(record, wire.Unused)]
     assert [record.locally[0] for record in sets][2:] == ["layer.19"]
     training.recorder.unused([], [])
