@@ -206,7 +206,7 @@ def prepare(ranks: Sequence[int], world_size: int, seconds: float, flush_s: floa
                 else:
                     rank.exporter._tick()
                     rank.exporter._cut_due()
-                    wakes_s = now_s + rank.exporter._pause_s()
+                    wakes_s = now_s + rank.exporter._schedule.pause_s()
                 batches += write_waiting(rank.exporter._delivery, out)
             rank.end()
             batches += write_waiting(rank.exporter._delivery, out, now_s)

@@ -156,7 +156,7 @@ def _pace(process: telemetry.Telemetry, steps: Steps, turn: Turn) -> None:
     # A pulse checks whether the flush is due, so half its period is subtracted.
     batch_records = round(records * (config.flush_s - config.pulse_s / 2) * per_s)
     exporter._config = replace(config, batch_spans=min(config.batch_spans, max(1, batch_records)))
-    exporter._flush_due = math.inf
+    exporter._schedule.flush_due = math.inf
     if extra := round(turn.phase * config.flush_s * per_s):
         steps(extra)
 

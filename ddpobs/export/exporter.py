@@ -3,10 +3,6 @@
 `offer` never blocks. The thread builds batches from the queue and passes them to the delivery, which has its own thread
 for operations that may hang. Lost records are counted, and every batch carries the count.
 
-While this thread holds the GIL, a gradient hook may wait, and every other rank waits with it. Delays at different
-moments would add up over the ranks. So the threads of all ranks wake at the same multiples of the period by the wall
-clock, as in Petrini, Kerbyson and Pakin, "The case of the missing supercomputer performance" (SC 2003).
-
 The thread sleeps until something is due, about every two seconds: each wake-up evicts the training thread's caches,
 which cost 0.6 ms of the tiny model's next two steps. A pulse travels with the next batch and replaces an unsent one. A
 step whose CUDA events have not passed stays in the queue; the thread does not wait for it. A fork waits, for a moment,
@@ -19,44 +15,20 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import NamedTuple
-
-import zstandard
 
 from ddpobs import wire
-from ddpobs.clocks import anchor
 from ddpobs.config import TelemetryConfig
+from ddpobs.export.batch_cutter import BatchCutter
 from ddpobs.export.delivery import Delivery, Once
 from ddpobs.export.http_sender import Answer
 from ddpobs.export.identity import Envelope, Identity
-from ddpobs.export.spool import Encoded
+from ddpobs.export.record_queue import RecordQueue
+from ddpobs.export.schedule import SLACK_S, Schedule
 
-_SLACK_S = 0.02
-"""Work that is due within this time is done at once, so that the thread wakes up less often."""
-_SLOTS_PER_BATCH = 1024
 _FORK_PAUSE_S = 0.25
 """Longest time that a fork waits for the thread to pause."""
-DONE = object()
-"""Return value of a periodic call that ends its repetition."""
-
-
-@dataclass
-class _Periodic:
-    seconds: float
-    call: Callable[[], object]
-    due: float
-
-
-class _Queued(NamedTuple):
-    """An element of the queue: a record, its count of wire records, and the slots that it takes."""
-
-    record: object
-    weight: int
-    slots: int
 
 
 class Exporter:
@@ -69,8 +41,6 @@ class Exporter:
             that is not ready.
 
     Attributes:
-        emitted: Records offered so far.
-        dropped: Records lost so far: the queue or the spool was full, or the collector refused them.
         all_delivered: Whether the exporter is closed and no batch of this process waits on disk.
     """
 
@@ -80,17 +50,11 @@ class Exporter:
         encoder: Callable[[Sequence[object], Envelope], wire.Batch],
         ready: Callable[[object], bool] = lambda _: True,
     ) -> None:
-        self._config, self._encoder, self._ready = config, encoder, ready
-        self._queue: deque[_Queued] = deque()
-        self._slots = 0
-        self._weight = 0
-        self._latest: object = None
-        self._is_urgent = False
-        self._flush_due = _next(config.flush_s)
-        self._identity: Identity | None = None
-        self._periodic: list[_Periodic] = []
-        self._seq = 0
+        self._config = config
         self._warn = Once()
+        self._queue = RecordQueue(config, ready)
+        self._cutter = BatchCutter(self._queue, encoder, self._warn)
+        self._schedule = Schedule(config.flush_s)
         self._delivery = Delivery(config, self.count_lost, self._warn)
         self._work_lock = threading.RLock()
         """Locked by the thread while it works. With the lock, another thread finds it outside of any library."""
@@ -103,12 +67,17 @@ class Exporter:
         self.all_delivered = False
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
-        self._count_lock = threading.RLock()
-        """Locked for a few additions, microseconds; reentrant, because a finalizer may offer a record meanwhile."""
-        self.emitted = 0
-        self.dropped = 0
-        self._reported_dropped = 0
         _exporters.add(self)
+
+    @property
+    def emitted(self) -> int:
+        """Records offered so far."""
+        return self._queue.emitted
+
+    @property
+    def dropped(self) -> int:
+        """Records lost so far: the queue or the spool was full, or the collector refused them."""
+        return self._queue.dropped
 
     @property
     def queued_sizes(self) -> list[int]:
@@ -141,15 +110,9 @@ class Exporter:
         """
         if self._closed and threading.current_thread() is not self._thread:
             return False
-        with self._count_lock:
-            self.emitted += weight
-            if self._slots + slots > self._config.queue_records:
-                self.dropped += weight
-                return False
-            self._queue.append(_Queued(record, weight, slots))
-            self._slots += slots
-            self._weight += weight
-        if self._weight >= self._config.batch_spans:
+        if not self._queue.offer(record, weight, slots):
+            return False
+        if self._queue.fills_a_batch:
             self._wake.set()
         return True
 
@@ -160,9 +123,7 @@ class Exporter:
             record: Input of the encoder.
             urgent: Cut a batch in this round of the thread, and send it at once. A periodic call may ask for it.
         """
-        if urgent or not self._is_urgent:
-            self._latest = record
-        self._is_urgent = self._is_urgent or urgent
+        self._cutter.offer_latest(record, urgent)
 
     def call_every(self, seconds: float, call: Callable[[], object]) -> None:
         """Call a function periodically on the telemetry thread, at the same moments as other ranks.
@@ -171,16 +132,15 @@ class Exporter:
             seconds: The period; the first call is immediate.
             call: Called until it returns `DONE`. Its errors are logged once.
         """
-        self._periodic.append(_Periodic(seconds, call, time.monotonic()))
+        self._schedule.call_every(seconds, call)
 
     def count_lost(self, records: int) -> None:
         """Count offered records that will not arrive."""
-        with self._count_lock:
-            self.dropped += records
+        self._queue.count_lost(records)
 
     def identify(self, identity: Identity) -> None:
         """Set the identity of the batches; until then, records wait in the queue."""
-        self._identity = identity
+        self._cutter.identity = identity
 
     def adopt(self, sources: set[str]) -> None:
         """Send the spooled batches of dead processes too."""
@@ -188,7 +148,7 @@ class Exporter:
 
     def flush_soon(self) -> None:
         """Cut and send a batch now, on the threads."""
-        self._is_urgent = True
+        self._cutter.is_urgent = True
         self._wake.set()
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -222,7 +182,7 @@ class Exporter:
 
     def _run(self) -> None:
         while not self._stopping:
-            self._wake.wait(self._pause_s())
+            self._wake.wait(self._schedule.pause_s())
             self._wake.clear()
             self._rounds += 1
             self._guard("periodic", self._tick)
@@ -242,90 +202,48 @@ class Exporter:
             self._warn(part, "telemetry failed (%s); training goes on", part, trace=True)
             return None
 
-    def _pause_s(self) -> float:
-        """Return the time until work is due; never zero, because a fork may be waiting for the thread to pause."""
-        due = min([self._flush_due, *(periodic.due for periodic in self._periodic)])
-        return max(_SLACK_S / 2, due - time.monotonic())
-
     def _tick(self) -> None:
-        soon = time.monotonic() + _SLACK_S
-        for periodic in [periodic for periodic in self._periodic if periodic.due <= soon]:
-            periodic.due = _next(periodic.seconds)
-            if self._try(f"periodic {periodic.call}", periodic.call) is DONE:
-                self._periodic.remove(periodic)
+        self._schedule.run_due(lambda call: self._try(f"periodic {call}", call))
 
     def _cut_due(self) -> None:
-        is_due, urgent = self._flush_due <= time.monotonic() + _SLACK_S, self._is_urgent
-        flushes = is_due or urgent
-        if is_due:
-            self._flush_due = _next(self._config.flush_s)
-        while self._identity is not None and self._due(flushes):
-            self._cut_batch(self._identity)
-        self._is_urgent = False
+        urgent = self._cutter.is_urgent
+        flushes = self._schedule.take_flush() or urgent
+        while self._cutter.is_due(flushes, self._delivery.idle):
+            self._cut_batch()
+        self._cutter.is_urgent = False
         if urgent:
             self._delivery.hurry()
 
-    def _due(self, flushes: bool) -> bool:
-        if self._queue and self._ready(self._queue[0].record):
-            return flushes or self._weight >= self._config.batch_spans
-        # A latest record alone waits until the collector has accepted the previous batch.
-        return flushes and self._latest is not None and (self._is_urgent or self._delivery.idle)
-
     def _cut_everything(self) -> None:
-        while self._identity is not None and self._queue and self._ready(self._queue[0].record):
-            self._cut_batch(self._identity)
-        if self._identity is not None and self._latest is not None:
-            self._cut_batch(self._identity)
+        while self._cutter.has_any:
+            self._cut_batch()
 
     def _report_loss(self) -> None:
         """Spool one more batch that reports the losses since the last one; it may itself displace another batch."""
-        while self._identity is not None and self.dropped != self._reported_dropped:
-            self._cut_batch(self._identity)
+        while self._cutter.has_losses:
+            self._cut_batch()
 
-    def _cut_batch(self, identity: Identity) -> None:
-        records: list[object] = []
-        weight = slots = 0
-        while self._queue and weight < self._config.batch_spans:
-            if slots + self._queue[0].slots > _SLOTS_PER_BATCH or not self._ready(self._queue[0].record):
-                break
-            queued = self._queue.popleft()
-            records.append(queued.record)
-            weight += queued.weight
-            slots += queued.slots
-        with self._count_lock:
-            self._weight -= weight
-            self._slots -= slots
-        if self._latest is not None:
-            records.append(self._latest)
-            self._latest = None
-        envelope = Envelope(
-            **vars(identity), seq=self._seq, emitted=self.emitted, dropped=self.dropped, anchor=anchor()
-        )
-        self._seq += 1
-        self._reported_dropped = envelope.dropped
-        try:
-            body = zstandard.compress(wire.encode(self._encoder(records, envelope)), 1)
-        except Exception:
-            self.count_lost(weight)
-            self._warn("batch", "telemetry failed (batch); training goes on", trace=True)
-            return
-        self._delivery.put(Encoded(identity.run, identity.source, envelope.seq, weight, body))
+    def _cut_batch(self) -> None:
+        batch = self._cutter.cut()
+        if batch is not None:
+            self._delivery.put(batch)
 
     def _finish(self) -> None:
         """Cut the last batches, once the identity is set and the device has reached the end of the last step."""
         # A rank that ends at once may have finished before rank 0 shared the identity.
         while self._must_wait() and time.monotonic() < self._deadline:
             self._guard("periodic", self._tick)
-            time.sleep(_SLACK_S / 2)
-        for periodic in self._periodic:
-            self._guard(f"periodic {periodic.call}", periodic.call)
+            time.sleep(SLACK_S / 2)
+        for call in self._schedule.calls:
+            self._guard(f"periodic {call}", call)
         self._guard("batch", self._cut_everything)
-        self.count_lost(self._weight)
-        if self._identity is None and self._weight:
-            self._warn("identity", "lost %d records: the run's id had not arrived when the process ended", self._weight)
+        lost = self._queue.weight
+        self.count_lost(lost)
+        if self._cutter.identity is None and lost:
+            self._warn("identity", "lost %d records: the run's id had not arrived when the process ended", lost)
 
     def _must_wait(self) -> bool:
-        return self._identity is None or not all(self._ready(queued.record) for queued in list(self._queue))
+        return self._cutter.identity is None or not self._queue.all_ready
 
     def _pause_for_fork(self) -> None:
         """Before a fork, pause the thread until after it, so that the child inherits no lock of the thread's.
@@ -341,19 +259,10 @@ class Exporter:
             self._work_lock.release()
 
     def _reset_in_child(self) -> None:
-        """Reset in a forked child, such as a loader worker: it has no thread, and must not send under the parent's key.
-
-        The queue is kept alive. It may hold CUDA events, and a process that deletes another process's events is ended.
-        """
+        """Reset in a forked child, as a loader worker: it has no thread, and must not send under the parent's key."""
         self._closed, self._thread = True, None
-        self._parent_queue, self._queue = self._queue, deque()
-        self._count_lock, self._work_lock = threading.RLock(), threading.RLock()
-
-
-def _next(seconds: float) -> float:
-    """Return the `time.monotonic` of the wall clock's next multiple of a period, except one that is already due."""
-    soon = time.time() + _SLACK_S
-    return time.monotonic() + _SLACK_S + seconds - soon % seconds
+        self._queue.reset_in_child()
+        self._work_lock = threading.RLock()
 
 
 _exporters: weakref.WeakSet[Exporter] = weakref.WeakSet()

@@ -10,7 +10,8 @@ import torch
 
 from ddpobs import wire
 from ddpobs.config import TelemetryConfig
-from ddpobs.export.exporter import DONE, Exporter
+from ddpobs.export.exporter import Exporter
+from ddpobs.export.schedule import DONE
 from ddpobs.never_raises import never_raises
 from ddpobs.recording.hooks.collective_hooks import CollectiveHooks
 from ddpobs.recording.hooks.failure import UncaughtErrors

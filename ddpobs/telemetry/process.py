@@ -21,8 +21,9 @@ from ddpobs.client.client import Run
 from ddpobs.clocks import clock_for
 from ddpobs.config import TelemetryConfig
 from ddpobs.export.batch_encoder import BatchEncoder, describe_process
-from ddpobs.export.exporter import DONE, Exporter
+from ddpobs.export.exporter import Exporter
 from ddpobs.export.identity import Envelope, Identity
+from ddpobs.export.schedule import DONE
 from ddpobs.export.spool import folder_of
 from ddpobs.never_raises import never_raises
 from ddpobs.observers import ModuleObserver

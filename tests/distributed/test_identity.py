@@ -24,7 +24,7 @@ def train_until_identified(ddp: DistributedDataParallel, rank: int) -> None:
     while True:
         ddp(inputs(rank, 0)).sum().backward()
         assert telemetry._process is not None
-        identified = torch.tensor(telemetry._process._exporter._identity is not None)
+        identified = torch.tensor(telemetry._process._exporter._cutter.identity is not None)
         dist.all_reduce(identified, dist.ReduceOp.MIN, group=group)
         if identified or time.monotonic() > ends:
             return

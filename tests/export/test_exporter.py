@@ -191,7 +191,7 @@ def test_ranks_that_started_at_different_times_work_at_the_same_moments(
     """Work at different moments would delay all other ranks each time."""
     now_s, booted_s, worked, cut = 0.0, 0.0, defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
     clocks = SimpleNamespace(monotonic=lambda: now_s - booted_s, time=lambda: now_s)
-    monkeypatch.setattr("ddpobs.export.exporter.time", clocks)
+    monkeypatch.setattr("ddpobs.export.schedule.time", clocks)
 
     def live(rank: int, began_s: float) -> None:
         nonlocal now_s, booted_s
@@ -204,7 +204,7 @@ def test_ranks_that_started_at_different_times_work_at_the_same_moments(
             waiting.offer(event())
             waiting._tick()
             waiting._cut_due()
-            now_s += waiting._pause_s()
+            now_s += waiting._schedule.pause_s()
 
     live(0, 0.0)
     live(1, 1.3)
