@@ -8,8 +8,8 @@ import zstandard
 
 from ddpobs import wire
 from ddpobs.clocks import anchor
-from ddpobs.export.delivery import Once
 from ddpobs.export.identity import Envelope, Identity
+from ddpobs.export.once import Once
 from ddpobs.export.record_queue import RecordQueue
 from ddpobs.export.spool import Encoded
 

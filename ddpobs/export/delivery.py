@@ -26,37 +26,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
-from itertools import islice
-from pathlib import Path
 
 from ddpobs.config import TelemetryConfig
+from ddpobs.export.backlog import Backlog, Copies
 from ddpobs.export.http_sender import Answer, Outcome, Sender, pause_s
-from ddpobs.export.spool import Encoded, Spool, Spooled, folder_of
+from ddpobs.export.once import Once
+from ddpobs.export.spool import Encoded, Spool, folder_of
 
 _log = logging.getLogger("ddpobs")
 WAITING_BATCHES = 16
 """Batches in memory, besides the one in flight, while the collector is not reachable; further ones go to the spool."""
-_BACKLOG_BATCHES = 256
-"""Most spooled batches that one listing of the spool takes."""
 _SPOOLED_PAUSE_S = 0.1
 """Seconds between batches of a backlog, so that sending it costs training almost nothing."""
 FORBIDDEN_PAUSE_S = 60.0
 """Seconds after a rejected token: collectors count wrong tokens by address, which many ranks may share."""
 _FINAL = (Outcome.STORED, Outcome.REPEATED, Outcome.REFUSED)
-
-
-class Once:
-    """Warnings, each logged once."""
-
-    def __init__(self) -> None:
-        self._logged: set[str] = set()
-
-    def __call__(self, key: str, message: str, *facts: object, trace: bool = False) -> None:
-        """Log a warning unless its key was used before; `trace` adds the current exception."""
-        if key not in self._logged:
-            self._logged.add(key)
-            _log.warning("ddpobs: " + message, *facts, exc_info=trace)
 
 
 class Delivery:
@@ -70,7 +54,9 @@ class Delivery:
 
     def __init__(self, config: TelemetryConfig, count_lost: Callable[[int], None], warn: Once) -> None:
         self._config, self._count_lost, self._warn = config, count_lost, warn
-        self._spool = Spool(folder_of(config.spool), int(config.spool_mb * 1e6), private=not config.spool)
+        spool = Spool(folder_of(config.spool), int(config.spool_mb * 1e6), private=not config.spool)
+        self._folder = spool.folder
+        self._copies, self._backlog = Copies(spool), Backlog(spool, count_lost, warn)
         self._condition = threading.Condition()
         """Guards the fields below; locked for moments only, never during a request or a disk access."""
         self._queue: deque[Encoded] = deque()
@@ -80,20 +66,6 @@ class Delivery:
         self._quiet_until = 0.0
         self._latest_put, self._spread_until = 0.0, 0.0
         self._attempts = 0
-        self._on_disk = False
-        self._disk_failures, self._disk_quiet_until = 0, 0.0
-        self._backlog: deque[Spooled] = deque()
-        self._ignored: set[Path] = set()
-        """Files that were sent or abandoned, and could not be removed."""
-        self._source = ""
-        self._adopted: set[str] = set()
-        """Sources of dead processes, with batches in the spool."""
-        self._copies: dict[int, Spooled] = {}
-        """Copies in the spool of the batches in memory, by sequence number."""
-        self._copying = threading.Lock()
-        """Locked while a batch is copied, so that it is not spooled twice."""
-        self._copied_seq = -1
-        """Highest sequence number of which a copy was attempted."""
         self._jitter = random.Random()
         self._phase = self._jitter.random()
         """Share of a flush after which this process sends. Ranks cut their batches together, but send them apart."""
@@ -135,7 +107,7 @@ class Delivery:
         """
         now = time.monotonic()
         with self._condition:
-            self._source = batch.source
+            self._backlog.source = batch.source
             if not self._queue:
                 self._spread_until = now + self.spread_s(now - self._latest_put)
             self._latest_put = now
@@ -152,8 +124,8 @@ class Delivery:
     def adopt(self, sources: set[str]) -> None:
         """Send the spooled batches of dead processes too."""
         with self._condition:
-            self._adopted |= sources
-            self._on_disk = self._on_disk or bool(sources)
+            self._backlog.adopted |= sources
+            self._backlog.on_disk = self._backlog.on_disk or bool(sources)
             self._condition.notify()
 
     def hurry(self) -> None:
@@ -185,11 +157,10 @@ class Delivery:
             self._queue.clear()
         for batch in unsent:
             self._move_to_disk(batch)
-        spooled = self._on_disk or bool(self._backlog)
+        spooled = bool(self._backlog)
         if spooled:
-            folder, collector = self._spool.folder, self._config.collector
-            command = f"ddpobs push {folder} --collector {collector}"
-            _log.warning("ddpobs: unsent batches are in %s: send them with `%s`", folder, command)
+            command = f"ddpobs push {self._folder} --collector {self._config.collector}"
+            _log.warning("ddpobs: unsent batches are in %s: send them with `%s`", self._folder, command)
         return spooled
 
     def _run(self, sender: Sender) -> None:
@@ -200,9 +171,8 @@ class Delivery:
             except Exception:  # For example, of the disk: the next batch may succeed.
                 self._warn("delivery", "telemetry failed (delivery); training goes on", trace=True)
                 with self._condition:
-                    self._in_flight, self._on_disk, self._disk_failures = None, True, self._disk_failures + 1
-                    pause = pause_s(self._disk_failures, _SPOOLED_PAUSE_S, self._jitter)
-                    self._disk_quiet_until = time.monotonic() + pause
+                    self._in_flight = None
+                    self._backlog.failed(lambda failures: pause_s(failures, _SPOOLED_PAUSE_S, self._jitter))
         sender.close()
 
     def _ready(self) -> bool:
@@ -222,27 +192,21 @@ class Delivery:
         """Return the time at which the next batch is sent; infinity if there is none."""
         if self._queue:
             return self._quiet_until if self._deadline is not None else max(self._quiet_until, self._spread_until)
-        return max(self._quiet_until, self._disk_quiet_until) if self._on_disk or self._backlog else math.inf
+        return max(self._quiet_until, self._backlog.due)
 
     def _first_uncopied(self) -> Encoded | None:
         """Return a batch without a copy, for a caller that has the lock; the exit needs none."""
-        if self._deadline is not None or not self._queue or self._queue[-1].seq <= self._copied_seq:
-            return None
-        return next((batch for batch in self._queue if batch.seq > self._copied_seq), None)
+        return None if self._deadline is not None else self._copies.first_missing(self._queue)
 
     def _copy_next(self) -> bool:
         """Copy a batch into the spool, so that a kill of the process does not lose it; returns False if all were."""
-        with self._copying:
+        with self._copies.lock:
             with self._condition:
                 batch = self._first_uncopied()
                 if batch is None:
                     return False
-                self._copied_seq = batch.seq
-            with suppress(OSError):
-                copy = self._spool.put_if_room(batch, time.time_ns())
-                if copy is not None:
-                    self._spool.copies.add(copy.path)
-                    self._copies[batch.seq] = copy
+                self._copies.seq = batch.seq
+            self._copies.add(batch)
         return True
 
     def _next(self) -> Encoded | None:
@@ -252,26 +216,8 @@ class Delivery:
             if self._queue:
                 self._in_flight = self._queue.popleft()
                 return self._in_flight
-        if not self._backlog:
-            self._on_disk = False
-            sources = {self._source, *self._adopted}
-            spooled = (batch for batch in self._spool.batches(sources) if batch.path not in self._ignored)
-            self._backlog.extend(islice(spooled, _BACKLOG_BATCHES))
-            self._on_disk, self._disk_failures = self._on_disk or bool(self._backlog), 0
-        while self._backlog:
-            first = self._backlog[0]
-            try:
-                self._in_flight = Encoded(first.run, first.source, first.seq, first.records, first.body(), first)
-            except FileNotFoundError:
-                self._backlog.popleft()  # `ddpobs push` has sent it, or it was dropped for a newer one.
-            except OSError as error:
-                self._backlog.popleft().set_aside()
-                self._ignored.add(first.path)  # The rename may have failed.
-                self._count_lost(first.records)
-                self._warn("unreadable", "%s cannot be read and is set aside: %s", first.path, error)
-            else:
-                return self._in_flight
-        return None
+        self._in_flight = self._backlog.first()
+        return self._in_flight
 
     def _send(self, sender: Sender, batch: Encoded) -> Answer:
         within_s = self._config.timeout_s
@@ -302,8 +248,8 @@ class Delivery:
                 if batch.spooled is not None and self._deadline is None:
                     self._quiet_until = time.monotonic() + _SPOOLED_PAUSE_S
         if final:
-            self._remove_file(batch)
-        if answer.outcome is Outcome.REFUSED and batch.source == self._source:
+            self._backlog.remove(batch, None if batch.spooled is not None else self._copies.pop(batch.seq))
+        if answer.outcome is Outcome.REFUSED and batch.source == self._backlog.source:
             self._count_lost(batch.records)
             self._warn("refused", "the collector refused a batch, which is lost: %s", answer.detail)
         elif answer.outcome is Outcome.FORBIDDEN:
@@ -312,40 +258,9 @@ class Delivery:
             collector = self._config.collector
             self._warn("away", "the collector %s accepts no batches; they are kept: %s", collector, answer.detail)
 
-    def _remove_file(self, batch: Encoded) -> None:
-        if batch.spooled is not None:
-            self._backlog.popleft()
-        file = batch.spooled or self._copies.pop(batch.seq, None)
-        if file is not None:
-            try:
-                self._spool.remove(file, len(batch.body))
-            except OSError:
-                self._ignored.add(file.path)
-
     def _move_to_disk(self, batch: Encoded) -> None:
         """Keep a batch on disk alone: its copy, if there is one."""
-        with self._copying:
-            copy = self._copies.pop(batch.seq, None)
-        if copy is None:
-            self._spool_batch(batch)
+        if self._copies.keep(batch.seq):
+            self._backlog.on_disk = True
         else:
-            self._spool.copies.discard(copy.path)
-            self._on_disk = True
-
-    def _spool_batch(self, batch: Encoded) -> None:
-        def dropped(run: str, records: int) -> None:
-            self._warn(
-                "full", "the spool %s is full (DDPOBS_SPOOL_MB); its oldest batches are dropped", self._spool.folder
-            )
-            if run == batch.run:
-                self._count_lost(records)
-            else:  # Counting them would add them to this run's losses.
-                self._warn(f"full, {run}", "the dropped batches include some of run %s, which are not counted", run)
-
-        try:
-            self._spool.put(batch, time.time_ns(), dropped)
-        except OSError as error:
-            self._count_lost(batch.records)
-            self._warn("spool", "the spool %s cannot be written: %s", self._spool.folder, error)
-            return
-        self._on_disk = True
+            self._backlog.put(batch)

@@ -21,9 +21,10 @@ from contextlib import suppress
 from ddpobs import wire
 from ddpobs.config import TelemetryConfig
 from ddpobs.export.batch_cutter import BatchCutter
-from ddpobs.export.delivery import Delivery, Once
+from ddpobs.export.delivery import Delivery
 from ddpobs.export.http_sender import Answer
 from ddpobs.export.identity import Envelope, Identity
+from ddpobs.export.once import Once
 from ddpobs.export.record_queue import RecordQueue
 from ddpobs.export.schedule import SLACK_S, Schedule
 

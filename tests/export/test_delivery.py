@@ -321,7 +321,7 @@ def test_a_failing_disk_does_not_delay_batches_in_memory(tmp_path: Path, monkeyp
         patience.until(lambda: list(tmp_path.glob("*.batch")))
         monkeypatch.setattr(os, "listdir", stale(listed))
         monkeypatch.setattr(Path, "write_bytes", stale(wrote))
-        patience.until(lambda: running._delivery._disk_failures > 3)
+        patience.until(lambda: running._delivery._backlog._failures > 3)
         running.offer(event("last"))
         patience.until(lambda: "last" in kinds(server.puts[2:]), limit_s=10.0)
         running.close()
