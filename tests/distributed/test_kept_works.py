@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ddpobs import DistributedDataParallel, attach
 from ddpobs.attachment import attachment
 from ddpobs.recording.module_recorder import ModuleRecorder
-from ddpobs.reducer import reducer
+from ddpobs.reducer import bucket_times
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
 
@@ -22,7 +22,7 @@ def works_kept(rank: int, world_size: int) -> dict[str, list[int]]:
     for kind in ("ours", "torch's"):
         counts = results.setdefault(kind, [])
         with ExitStack() as stack:
-            for module in (reducer, attachment):
+            for module in (bucket_times, attachment):
                 stack.enter_context(mock.patch.object(module, "time_collectives", return_value=True))
             finished = stack.enter_context(mock.patch.object(ModuleRecorder, "finished"))
             finished.side_effect = lambda record, counts=counts: counts.append(len(record.works))

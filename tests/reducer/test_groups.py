@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ddpobs import DistributedDataParallel, attach
 from ddpobs.attachment import attachment
 from ddpobs.comm import side_groups
-from ddpobs.reducer import reducer
+from ddpobs.reducer import bucket_times
 from ddpobs.torch_seam.collectives import backend_of
 from tests.support.distributed.compare import batch, net, train, verdicts
 from tests.support.distributed.launch import run_ranks
@@ -90,7 +90,7 @@ def timed(rank: int, world_size: int, attached: bool) -> list[bool]:
         timed_groups.append(group)
         return False
 
-    with sending() as records, patch.object(attachment if attached else reducer, "time_collectives", record):
+    with sending() as records, patch.object(attachment if attached else bucket_times, "time_collectives", record):
         ddp: Any = TorchDDP(net()) if attached else DistributedDataParallel(net(), telemetry=records.config)
         if attached:
             attach(ddp, telemetry=records.config)
