@@ -17,6 +17,7 @@ from benchmarks.rig import patience
 from ddpobs.config import TelemetryConfig
 from ddpobs.export import delivery
 from ddpobs.export.http_sender import Answer, Outcome, Sender
+from ddpobs.export.once import Once
 from ddpobs.export.spool import Encoded, Spool
 from tests.support.exporters import event, exporter, kinds
 from tests.support.integration.collectors import absent, acknowledge, collector, status
@@ -55,7 +56,7 @@ def test_ranks_send_at_different_moments(tmp_path: Path) -> None:
     """Each rank waits a constant share of the time between batches; at the end nothing waits."""
     with collector(acknowledge) as server:
         config = TelemetryConfig(collector=server.url, spool=tmp_path, flush_s=40.0)
-        ranks = [delivery.Delivery(config, lambda _: None, delivery.Once()) for _ in range(64)]
+        ranks = [delivery.Delivery(config, lambda _: None, Once()) for _ in range(64)]
         spread = [rank.spread_s(100.0) for rank in ranks]
         assert min(spread) >= 0
         assert max(spread) <= 40
