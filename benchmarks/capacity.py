@@ -313,8 +313,8 @@ class _HttpConnection:
 
 def stored(address: str) -> int:
     """Bucket spans in the collector's own sums."""
-    with urllib.request.urlopen(f"{address}/api/v1/runs/benchmark/buckets", timeout=60) as answer:
-        return sum(bucket["steps"] for bucket in json.loads(answer.read())["buckets"])
+    with urllib.request.urlopen(f"{address}/api/v1/runs/benchmark/buckets", timeout=60) as response:
+        return sum(bucket["steps"] for bucket in json.loads(response.read())["buckets"])
 
 
 def _resident_mb(pid: int) -> float:

@@ -5,7 +5,7 @@
 The workspace `quiet` sends a batch of 400 spans and reads a run every 50 ms. Each loud workspace has clients in
 processes of its own, which send as fast as they are let:
 
-- `many`: 10 batches of 400 spans and 1 read a second; 86 unfinished bodies, and 16 large answers that it does not read.
+- `many`: 10 batches of 400 spans and 1 read a second; 86 unfinished bodies, and 16 large responses that stay unread.
 - `usual`: 20 batches a second of 5,000 spans, as the exporter sends them.
 - `largest`: a batch of 96,000 spans every two seconds.
 - `unlimited`: eight clients without a limit on their rate. It only has its share of memory and places, and competes for
@@ -172,7 +172,7 @@ def collector(folder: Path, louds: Sequence[str]) -> Iterator[dict[str, Tenant]]
 
 
 def _fill(tenant: Tenant, client: httpx.Client) -> None:
-    """Store enough spans for large answers."""
+    """Store enough spans for large responses."""
     for number in range(40):
         while tenant.put(client, tenant.batch(0, number)).status_code == 429:
             time.sleep(0.1)

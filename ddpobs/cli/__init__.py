@@ -1,4 +1,4 @@
-"""The `ddpobs` command: run a training with telemetry, send a spool, and read the collector's answers."""
+"""The `ddpobs` command: run a training with telemetry, send a spool, and read the collector's responses."""
 
 from ddpobs.cli import compare, export, horovodrun, push, report, run, runs, stacks, trace, watch  # noqa: F401 - each adds its commands
 from ddpobs.cli.app import main

@@ -29,7 +29,7 @@ _COLOURS = {"critical": "red", "warning": "yellow", "info": "cyan"} | STATE_COLO
 main = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Run a training with telemetry, send a spool, and read the collector's answers.",
+    help="Run a training with telemetry, send a spool, and read the collector's responses.",
 )
 
 

@@ -61,7 +61,7 @@ class _Look:
         self.findings: list[dict[str, Any]] = []
 
     def refreshed(self, run: dict[str, Any], ranks: list[dict[str, Any]], findings: list[dict[str, Any]]) -> _Look:
-        """Take in the collector's answers."""
+        """Take in the collector's responses."""
         now_s = time.monotonic()
         if self.steps >= 0 and run["steps"] > self.steps:
             self.rate = (run["steps"] - self.steps) / (now_s - self.at_s)

@@ -1,1 +1,1 @@
-"""Reading of a collector's answers: by the command line, by a notebook, and by a training at its end."""
+"""Reading of a collector's responses: by the command line, by a notebook, and by a training at its end."""

@@ -133,7 +133,7 @@ class Run:
     def pages(
         self, kind: str, rank: int | None = None, first: int | None = None, last: int | None = None
     ) -> Iterator[Columns]:
-        """Read steps or spans piece by piece, in the answers of the collector.
+        """Read steps or spans piece by piece, in the responses of the collector.
 
         Args:
             kind: `steps` or `spans`.
@@ -141,7 +141,7 @@ class Run:
             first: First step; None for the run's.
             last: Last step; None for the run's.
         """
-        # Without a first step the collector answers with the latest steps only.
+        # Without a first step the collector responds with the latest steps only.
         start: int | None = first or 0
         while start is not None:
             document = self._read(f"/{kind}", _query(rank=rank, first=start, last=last)).document

@@ -34,10 +34,10 @@ def read(
         config: Address, token and the default of the timeout.
         path: Path below `/api/v1`.
         query: Query parameters.
-        timeout_s: Longest wait for a connection, and for each piece of the answer.
+        timeout_s: Longest wait for a connection, and for each piece of the response.
 
     Raises:
-        CollectorError: The collector is not reachable, refuses, or another server answered.
+        CollectorError: The collector is not reachable, refuses, or another server responded.
     """
     url, body = _request(config, path, query, timeout_s)
     try:
@@ -75,7 +75,7 @@ def _request(
     timeout_s: float | None,
     changes: bytes | None = None,
 ) -> tuple[str, bytes]:
-    """Request a document, or send changes to it; return its address and the answer's bytes.
+    """Request a document, or send changes to it; return its address and the response's bytes.
 
     Certificates are those of the system and of SSL_CERT_FILE, as for batches. Proxies in the environment are ignored.
     """

@@ -42,7 +42,7 @@ def pack_json(record: msgspec.Struct) -> bytes:
 
 
 def acknowledgement(text: bytes) -> Acknowledgement:
-    """Decode the collector's answer.
+    """Decode the collector's response.
 
     Raises:
         msgspec.MsgspecError: The text is not an acknowledgement.

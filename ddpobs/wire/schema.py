@@ -283,7 +283,7 @@ class Batch(Record, frozen=True, kw_only=True):
 
 
 class Acknowledgement(Record, frozen=True, kw_only=True):
-    """The collector's answer after commit. It echoes the key, so that a proxy's own 200 does not count as one.
+    """The collector's response after commit. It echoes the key, so that a proxy's own 200 does not count as one.
 
     Attributes:
         source: Id of the process, as in the batch.

@@ -151,7 +151,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _abort_unread(self) -> None:
         detail = f"the client read too little of the response within {self._unread_s():g} s"
-        self._record(Problem(408, "Answer not read", detail))
+        self._record(Problem(408, "Response not read", detail))
         self.transport.abort()
 
     def _refuse(self, problem: Problem) -> None:

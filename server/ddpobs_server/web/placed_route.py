@@ -75,7 +75,7 @@ class _PlacedSend:
         elif self._places.waiting() >= _MAX_WAITING:
             detail = "large responses that clients read slowly occupy all places; read faster, or try again"
             response = problems.problem_response(
-                self._request, Problem(503, "Too many large answers", detail, {"Retry-After": "2"})
+                self._request, Problem(503, "Too many large responses", detail, {"Retry-After": "2"})
             )
             await response(self._request.scope, self._receive, self._send)
         else:

@@ -167,7 +167,7 @@ def test_a_client_that_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(bounded_protocol, "UNREAD_S", 0.3)
     with zeros_collector(tmp_path) as address, unread_response(address, f"/zeros/{count}") as client:
         deadline = time.monotonic() + 60
-        while not problem_count(f"http://{address[0]}:{address[1]}", 408, "Answer not read"):
+        while not problem_count(f"http://{address[0]}:{address[1]}", 408, "Response not read"):
             assert time.monotonic() < deadline, "the unread response was not aborted"
             time.sleep(0.1)
         assert len(read_until_closed(client)) < count

@@ -1,4 +1,4 @@
-"""The training with a slow rank, and the collector's answers about it."""
+"""The training with a slow rank, and the collector's responses about it."""
 
 from __future__ import annotations
 
