@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import subprocess
@@ -144,6 +145,31 @@ def test_a_sitecustomize_of_the_user_is_kept_and_may_import_torch(tmp_path: Path
     done = run_to_end(arguments)
     assert done.stdout.splitlines()[0] == f"{tmp_path.name} sitecustomize", done.stderr
     assert "no telemetry for this model" in done.stderr
+
+
+PYTHONS = {path.resolve() for path in (Path.home() / ".pyenv/versions").glob("*/bin/python")} | {
+    Path("/usr/bin/python3")
+}
+
+
+@pytest.mark.parametrize("python", sorted(filter(Path.exists, PYTHONS)), ids=lambda path: path.name)
+def test_another_python_that_a_training_starts_prints_nothing_of_ours(python: Path, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('the other sitecustomize')\n")
+    arguments = command(
+        "-c", f"import subprocess; subprocess.run([{str(python)!r}, '-B', '-c', 'print(1)'], check=True)"
+    )
+    arguments["env"]["PYTHONPATH"] += os.pathsep + str(tmp_path)
+    done = run_to_end(arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "the other sitecustomize\n" * 3 + "1\n"  # Of `ddpobs run`, the training and the program.
+
+
+def test_an_old_python_can_read_the_start_up_code() -> None:
+    """The words of later versions: annotations, a future that Python 2 does not have, texts with values in them."""
+    tree = ast.parse((ROOT / "ddpobs" / "autoload" / "sitecustomize.py").read_text(encoding="ascii"))
+    later = (ast.AnnAssign, ast.arg, ast.JoinedStr, ast.NamedExpr, ast.AsyncFunctionDef, ast.Nonlocal)
+    assert not [node for node in ast.walk(tree) if isinstance(node, later)]
+    assert "__future__" not in {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
 
 
 EARLY = "import torch, runpy; runpy.run_path({!r})\n"

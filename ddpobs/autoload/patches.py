@@ -1,0 +1,173 @@
+"""What `ddpobs run` changes in a Python process that it started; `sitecustomize.py` runs this file.
+
+It does almost nothing at start-up. If the process imports torch's DDP, that class is patched to attach telemetry to
+each new instance. A launcher or a loader worker creates no instance and pays nothing. A training that builds none is
+noticed at the first step of an optimizer, and rank 0 prints the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules of torch's parallel classes as usual, and patches the classes once they are loaded."""
+
+    def __init__(self) -> None:
+        self._busy = False
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in _PATCHES or self._busy:
+            return None
+        self._busy = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self._busy = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _PatchingLoader(spec.loader)
+        return spec
+
+
+class _PatchingLoader(Loader):
+    """The module's own loader, followed by `_patch`."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)  # type: ignore[no-any-return]
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _PATCHES[module.__name__](module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _patch(parallel: Any, after_init: Callable[[Any], None]) -> None:
+    """Patch a class: after an instance of it or of a subclass is built, call our function."""
+    original = parallel.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        _explained[:] = [True]
+        try:
+            after_init(self)
+        except Exception as error:  # Telemetry never stops a training.
+            _print(f"no telemetry for this model: {error}")
+
+    __init__.__wrapped__ = original  # type: ignore[attr-defined]
+    parallel.__init__ = __init__
+
+
+def _patch_ddp(module: Any) -> None:
+    module.__ddpobs_loaded_ns__ = time.monotonic_ns()  # The account of the start-up.
+    _patch(module.DistributedDataParallel, _attach)
+
+
+def _patch_data_parallel(module: Any) -> None:
+    _patch(module.DataParallel, _advise)
+
+
+def _watch_optimizers(module: Any) -> None:
+    """Look at the first optimizer step whether the training has built a module that is observed.
+
+    Torch iterates over the hooks while it calls them, and fails if one is removed meanwhile: this one stays.
+    """
+    _explained.clear()
+    module.register_optimizer_step_post_hook(_explain)
+
+
+def _explain(*_: object) -> None:
+    """Print on rank 0, once, why this training has no telemetry; Horovod's optimizer has its own."""
+    if _explained:
+        return
+    _explained.append(True)
+    try:
+        import torch.distributed as dist
+
+        from ddpobs.config import from_environment
+
+        initialised = dist.is_available() and dist.is_initialized()
+        rank = dist.get_rank() if initialised else int(os.environ.get("RANK", "0"))
+        size = dist.get_world_size() if initialised else int(os.environ.get("WORLD_SIZE", "1"))
+        if rank == 0 and "ddpobs.horovod" not in sys.modules and not from_environment(os.environ).quiet:
+            alone = "one process only trains here, without DistributedDataParallel: start it with torchrun"
+            unseen = "no DistributedDataParallel module was built (FSDP and DeepSpeed have no telemetry)"
+            _print(f"no telemetry: {alone if size == 1 else unseen}")
+    except Exception as error:
+        _print(f"no telemetry: {error}")
+
+
+def _attach(model: Any) -> None:
+    """Attach telemetry to an instance of torch's DDP; ours has its own telemetry."""
+    if any(base.__module__ == "ddpobs.ddp" for base in type(model).__mro__):
+        return
+    from ddpobs.attachment.attachment import attach
+
+    attach(model, telemetry=None)
+
+
+def _watch_failures(module: Any) -> None:
+    """In torchrun's agent, note how a rank's process ended in the place that it left; only its parent learns that."""
+    original = module.ProcessFailure.__post_init__
+
+    def __post_init__(self: Any) -> None:  # noqa: N807
+        original(self)
+        try:
+            from ddpobs.config import from_environment
+            from ddpobs.export.spool import folder_of
+            from ddpobs.recording.place.dead_places import note_exit
+            from ddpobs.recording.place.last_place import FOLDER
+
+            note_exit(folder_of(from_environment(os.environ).spool) / FOLDER, self.pid, self.exitcode)
+        except Exception as error:
+            _print(f"the exit status of process {self.pid} is not recorded: {error}")
+
+    module.ProcessFailure.__post_init__ = __post_init__
+
+
+def _advise(_model: Any) -> None:
+    """Report once the alternative to DataParallel."""
+    if not _advised:
+        from ddpobs.errors import DataParallelError
+
+        _advised.append(True)
+        raise DataParallelError
+
+
+def _print(text: str) -> None:
+    print(f"ddpobs: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+_explained: list[bool] = []
+"""Not empty if a module is observed, or if the reason why none is was printed."""
+_advised: list[bool] = []
+_PATCHES: dict[str, Callable[[Any], None]] = {
+    "torch.nn.parallel.distributed": _patch_ddp,
+    "torch.nn.parallel.data_parallel": _patch_data_parallel,
+    "torch.optim.optimizer": _watch_optimizers,
+    "torch.distributed.elastic.multiprocessing.errors": _watch_failures,
+}
+"""Function that prepares each module once it is loaded."""
+
+
+def _begin() -> None:
+    """Patch the modules that are loaded already, by a .pth file for example, and the others when they are imported."""
+    for name in list(_PATCHES):
+        if name in sys.modules:
+            _PATCHES[name](sys.modules[name])
+    sys.meta_path.insert(0, _Finder())
+
+
+_begin()
