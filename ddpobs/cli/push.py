@@ -12,7 +12,7 @@ import typer
 
 from ddpobs.cli.app import FAILED, WRONG_USE, CollectorOption, fail, main, settings
 from ddpobs.cli.progress import progress
-from ddpobs.export.http_sender import Answer, Outcome, Sender, pause_s
+from ddpobs.export.http_sender import Outcome, Response, Sender, pause_s
 from ddpobs.export.spool import Spool, Spooled
 from ddpobs.recovery import recover
 
@@ -36,12 +36,12 @@ def push(folder: Annotated[Path, typer.Argument(metavar="DIR")], collector: Coll
     batches = list(Spool(folder, limit_bytes).batches())
     with progress("sending", len(batches)) as advance:
         for batch in batches:
-            answer = _send(sender, batch)
-            counts[answer.outcome] += 1
-            detail = answer.detail or detail
-            if answer.outcome in (Outcome.STORED, Outcome.REPEATED):
+            response = _send(sender, batch)
+            counts[response.outcome] += 1
+            detail = response.detail or detail
+            if response.outcome in (Outcome.STORED, Outcome.REPEATED):
                 batch.path.unlink(missing_ok=True)
-            elif answer.outcome is not Outcome.REFUSED:
+            elif response.outcome is not Outcome.REFUSED:
                 break
             advance(1)
     sender.close()
@@ -52,18 +52,18 @@ def push(folder: Annotated[Path, typer.Argument(metavar="DIR")], collector: Coll
         fail(detail, FAILED)
 
 
-def _send(sender: Sender, batch: Spooled) -> Answer:
-    answer = Answer(Outcome.RETRY)
+def _send(sender: Sender, batch: Spooled) -> Response:
+    response = Response(Outcome.RETRY)
     for tries in range(_TRIES):
         try:
             body = batch.body()
         except FileNotFoundError:  # Another push, or the training itself, has sent it meanwhile.
-            return Answer(Outcome.REPEATED)
+            return Response(Outcome.REPEATED)
         except OSError as error:
-            return Answer(Outcome.REFUSED, f"{batch.path}: {error.strerror}")
-        answer = sender.send(batch.run, batch.source, batch.seq, body)
-        if answer.outcome is not Outcome.RETRY:
+            return Response(Outcome.REFUSED, f"{batch.path}: {error.strerror}")
+        response = sender.send(batch.run, batch.source, batch.seq, body)
+        if response.outcome is not Outcome.RETRY:
             break
         if tries + 1 < _TRIES:
-            time.sleep(pause_s(tries, answer.retry_after_s, random.Random()))
-    return answer
+            time.sleep(pause_s(tries, response.retry_after_s, random.Random()))
+    return response

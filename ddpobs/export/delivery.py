@@ -29,7 +29,7 @@ from collections.abc import Callable
 
 from ddpobs.config import TelemetryConfig
 from ddpobs.export.backlog import Backlog, Copies
-from ddpobs.export.http_sender import Answer, Outcome, Sender, pause_s
+from ddpobs.export.http_sender import Outcome, Response, Sender, pause_s
 from ddpobs.export.once import Once
 from ddpobs.export.spool import Encoded, Spool, folder_of
 
@@ -70,8 +70,8 @@ class Delivery:
         self._phase = self._jitter.random()
         """Share of a flush after which this process sends. Ranks cut their batches together, but send them apart."""
         self._thread: threading.Thread | None = None
-        self.first_answer: Answer | None = None
-        """The collector's answer to the first batch; None until it arrives."""
+        self.first_response: Response | None = None
+        """The collector's response to the first batch; None until it arrives."""
 
     @property
     def idle(self) -> bool:
@@ -219,7 +219,7 @@ class Delivery:
         self._in_flight = self._backlog.first()
         return self._in_flight
 
-    def _send(self, sender: Sender, batch: Encoded) -> Answer:
+    def _send(self, sender: Sender, batch: Encoded) -> Response:
         within_s = self._config.timeout_s
         if self._deadline is not None:
             within_s = min(within_s, self._deadline - time.monotonic())
@@ -227,18 +227,18 @@ class Delivery:
             return sender.send(batch.run, batch.source, batch.seq, batch.body, within_s)
         except Exception as error:
             self._warn("send", "telemetry failed (sending); training goes on", trace=True)
-            return Answer(Outcome.RETRY, repr(error))
+            return Response(Outcome.RETRY, repr(error))
 
-    def _settle(self, batch: Encoded, answer: Answer) -> None:
-        """Act on an answer, unless the batch was abandoned in the meantime."""
-        final = answer.outcome in _FINAL
+    def _settle(self, batch: Encoded, response: Response) -> None:
+        """Act on a response, unless the batch was abandoned in the meantime."""
+        final = response.outcome in _FINAL
         with self._condition:
             if self._abandoned:
                 return
             self._in_flight = None
-            self.first_answer = self.first_answer or answer
+            self.first_response = self.first_response or response
             if not final:
-                least_s = FORBIDDEN_PAUSE_S if answer.outcome is Outcome.FORBIDDEN else answer.retry_after_s
+                least_s = FORBIDDEN_PAUSE_S if response.outcome is Outcome.FORBIDDEN else response.retry_after_s
                 self._quiet_until = time.monotonic() + pause_s(self._attempts, least_s, self._jitter)
                 self._attempts += 1
                 if batch.spooled is None:
@@ -249,14 +249,14 @@ class Delivery:
                     self._quiet_until = time.monotonic() + _SPOOLED_PAUSE_S
         if final:
             self._backlog.remove(batch, None if batch.spooled is not None else self._copies.pop(batch.seq))
-        if answer.outcome is Outcome.REFUSED and batch.source == self._backlog.source:
+        if response.outcome is Outcome.REFUSED and batch.source == self._backlog.source:
             self._count_lost(batch.records)
-            self._warn("refused", "the collector refused a batch, which is lost: %s", answer.detail)
-        elif answer.outcome is Outcome.FORBIDDEN:
-            self._warn("forbidden", "the collector rejects the token (DDPOBS_TOKEN): %s", answer.detail)
-        elif answer.outcome is Outcome.RETRY:
+            self._warn("refused", "the collector refused a batch, which is lost: %s", response.detail)
+        elif response.outcome is Outcome.FORBIDDEN:
+            self._warn("forbidden", "the collector rejects the token (DDPOBS_TOKEN): %s", response.detail)
+        elif response.outcome is Outcome.RETRY:
             collector = self._config.collector
-            self._warn("away", "the collector %s accepts no batches; they are kept: %s", collector, answer.detail)
+            self._warn("away", "the collector %s accepts no batches; they are kept: %s", collector, response.detail)
 
     def _move_to_disk(self, batch: Encoded) -> None:
         """Keep a batch on disk alone: its copy, if there is one."""

@@ -22,7 +22,7 @@ from ddpobs import wire
 from ddpobs.config import TelemetryConfig
 from ddpobs.export.batch_cutter import BatchCutter
 from ddpobs.export.delivery import Delivery
-from ddpobs.export.http_sender import Answer
+from ddpobs.export.http_sender import Response
 from ddpobs.export.identity import Envelope, Identity
 from ddpobs.export.once import Once
 from ddpobs.export.record_queue import RecordQueue
@@ -86,9 +86,9 @@ class Exporter:
         return self._delivery.queued_sizes
 
     @property
-    def first_answer(self) -> Answer | None:
-        """The collector's answer to the first batch; None until it arrives."""
-        return self._delivery.first_answer
+    def first_response(self) -> Response | None:
+        """The collector's response to the first batch; None until it arrives."""
+        return self._delivery.first_response
 
     def start(self) -> None:
         """Start the threads.

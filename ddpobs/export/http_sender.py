@@ -1,4 +1,4 @@
-"""Sending of one batch over HTTP, and the meaning of the collector's answer."""
+"""Sending of one batch over HTTP, and the meaning of the collector's response."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddpobs.config import TelemetryConfig, current_token
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _LONGEST_WAIT_S = 300.0
 _RETRIED = frozenset({408, 429})
-_ANSWER_BYTES = 64 * 1024
+_RESPONSE_BYTES = 64 * 1024
 _PIECE_BYTES = 16 * 1024
 NETWORK_ERRORS = (
     httpcore.TimeoutException,
@@ -43,8 +43,8 @@ class Outcome(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Answer:
-    """An outcome, the collector's own text, and the pause that it requests."""
+class Response:
+    """The collector's response to a batch: the outcome, its own text, and the pause that it requests."""
 
     outcome: Outcome
     detail: str = ""
@@ -110,8 +110,8 @@ class Sender:
         trusted = httpcore.default_ssl_context() if self._url.startswith("https:") else None
         self._pool = httpcore.ConnectionPool(trusted, max_connections=1, network_backend=self._network)
 
-    def send(self, run: str, source: str, seq: int, body: bytes, within_s: float | None = None) -> Answer:
-        """Send one batch, in at most about `within_s` seconds, even if the answer arrives slowly. Never raises.
+    def send(self, run: str, source: str, seq: int, body: bytes, within_s: float | None = None) -> Response:
+        """Send one batch, in at most about `within_s` seconds, even if the response arrives slowly. Never raises.
 
         Only a name lookup may take longer. A 200 or 201 acknowledges the batch only if it echoes source and seq; a
         proxy's own 200 does not.
@@ -122,19 +122,19 @@ class Sender:
             if self._headers is None:
                 content = [("Content-Type", wire.MSGPACK), ("Content-Encoding", "zstd")]
                 self._headers = [*request_headers(self._config), *content]
-            with self._pool.stream("PUT", url, headers=self._headers, content=body) as response:
+            with self._pool.stream("PUT", url, headers=self._headers, content=body) as stream:
                 text = b""
-                for piece in response.iter_stream():
+                for piece in stream.iter_stream():
                     text += piece
-                    if len(text) > _ANSWER_BYTES:
-                        return Answer(Outcome.RETRY, "the answer did not end within 64 KiB")
-                headers = {name.lower(): value.decode("latin-1") for name, value in response.headers}
-                answer = _meaning(response.status, headers, text, source, seq)
-                if answer.outcome is Outcome.FORBIDDEN:
+                    if len(text) > _RESPONSE_BYTES:
+                        return Response(Outcome.RETRY, "the response did not end within 64 KiB")
+                headers = {name.lower(): value.decode("latin-1") for name, value in stream.headers}
+                response = _meaning(stream.status, headers, text, source, seq)
+                if response.outcome is Outcome.FORBIDDEN:
                     self._headers = None
-                return answer
+                return response
         except (*NETWORK_ERRORS, OSError, ValueError) as error:
-            return Answer(Outcome.RETRY, f"{type(error).__name__}: {error}")
+            return Response(Outcome.RETRY, f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Close the connection."""
@@ -153,24 +153,24 @@ def pause_s(attempts: int, least_s: float, jitter: random.Random) -> float:
     return max(least_s, jitter.uniform(0.0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempts, 10))))
 
 
-def _meaning(status: int, headers: Mapping[bytes, str], text: bytes, source: str, seq: int) -> Answer:
+def _meaning(status: int, headers: Mapping[bytes, str], text: bytes, source: str, seq: int) -> Response:
     detail = f"HTTP {status}: {text[:300].decode(errors='replace')}"
     if status in (200, 201):
         try:
             echo = wire.acknowledgement(text)
         except msgspec.MsgspecError:
-            return Answer(Outcome.RETRY, f"not a collector's answer: {detail}")
+            return Response(Outcome.RETRY, f"not a collector's response: {detail}")
         if (echo.source, echo.seq) != (source, seq):
-            return Answer(Outcome.RETRY, f"an answer to another batch: {detail}")
-        return Answer(Outcome.REPEATED if echo.repeated else Outcome.STORED)
+            return Response(Outcome.RETRY, f"a response to another batch: {detail}")
+        return Response(Outcome.REPEATED if echo.repeated else Outcome.STORED)
     if status in (401, 403, 421):
-        return Answer(Outcome.FORBIDDEN, detail)
+        return Response(Outcome.FORBIDDEN, detail)
     if 300 <= status < 400:
         detail = f"HTTP {status}: redirected to {headers.get(b'location')}; use the collector's own address"
     if status in _RETRIED or status >= 500 or 300 <= status < 400 or status == 404:
         # A 404 or a redirect comes from a server that is not a collector (yet): keep the data.
-        return Answer(Outcome.RETRY, detail, _retry_after_s(headers.get(b"retry-after", "0")))
-    return Answer(Outcome.REFUSED, detail)
+        return Response(Outcome.RETRY, detail, _retry_after_s(headers.get(b"retry-after", "0")))
+    return Response(Outcome.REFUSED, detail)
 
 
 def _retry_after_s(value: str) -> float:

@@ -102,7 +102,7 @@ class Telemetry:
             compared=ranks_of(group),
             parents=partial(parent_ranks, folder_of(config.spool) / FOLDER),
         )
-        self._announcer = Announcer(config, rank, world_size, lambda: self._exporter.first_answer)
+        self._announcer = Announcer(config, rank, world_size, lambda: self._exporter.first_response)
         labels = {name: text for name, text in (("tags", ",".join(config.tags)), ("note", config.note)) if text}
         hello = describe_process(device, backend_of(group, device), {**settings, **labels})
         self._job = _Job(rank, world_size, source, hello.host)

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from ddpobs.client.reader import page_address, read
 from ddpobs.config import TelemetryConfig
-from ddpobs.export.http_sender import Answer, Outcome
+from ddpobs.export.http_sender import Outcome, Response
 from ddpobs.export.spool import folder_of
 from ddpobs.terminal.verdict_box import box, in_ascii
 
@@ -32,13 +32,13 @@ class Announcer:
         config: Address, limits and whether to print.
         rank: This process's rank.
         world_size: Number of ranks.
-        first_answer: Returns the collector's answer to the first batch; None until it arrives.
+        first_response: Returns the collector's response to the first batch; None until it arrives.
     """
 
     def __init__(
-        self, config: TelemetryConfig, rank: int, world_size: int, first_answer: Callable[[], Answer | None]
+        self, config: TelemetryConfig, rank: int, world_size: int, first_response: Callable[[], Response | None]
     ) -> None:
-        self._config, self._world_size, self._first_answer = config, world_size, first_answer
+        self._config, self._world_size, self._first_response = config, world_size, first_response
         self._prints = rank == 0 and not config.quiet
         self._pid = os.getpid()
         self._run = ""
@@ -67,10 +67,10 @@ class Announcer:
             return True
         if not self._run:
             return False
-        answer = self._first_answer()
-        if answer is None and time.monotonic() - self._began < self._config.timeout_s:
+        response = self._first_response()
+        if response is None and time.monotonic() - self._began < self._config.timeout_s:
             return False
-        self._announce(answer)
+        self._announce(response)
         return True
 
     def end(self, within_s: float, *, delivered: bool) -> None:
@@ -83,7 +83,7 @@ class Announcer:
         if not (self._prints and self._run) or os.getpid() != self._pid:
             return
         if not self._is_announced:
-            self._announce(self._first_answer())
+            self._announce(self._first_response())
         if not delivered or within_s <= 0:
             return
         self._deadline = time.monotonic() + within_s
@@ -96,9 +96,9 @@ class Announcer:
     def _address(self) -> str:
         return page_address(self._config.collector, self._run)
 
-    def _announce(self, answer: Answer | None) -> None:
+    def _announce(self, response: Response | None) -> None:
         self._is_announced = True
-        _print([start_line(self._config, self._run, self._world_size, answer)])
+        _print([start_line(self._config, self._run, self._world_size, response)])
 
     def _read_verdict(self) -> None:
         self._is_wanted.wait()
@@ -123,27 +123,27 @@ class Announcer:
         return max(0.01, self._deadline - time.monotonic())
 
 
-def start_line(config: TelemetryConfig, run: str, world_size: int, answer: Answer | None) -> str:
+def start_line(config: TelemetryConfig, run: str, world_size: int, response: Response | None) -> str:
     """The run's address, or the reason why the collector has no telemetry of it.
 
     Args:
         config: The settings.
         run: The run's name.
         world_size: Number of ranks.
-        answer: The collector's answer to the first batch; None if there is none yet.
+        response: The collector's response to the first batch; None if there is none yet.
     """
-    if answer is not None and answer.outcome in (Outcome.STORED, Outcome.REPEATED):
+    if response is not None and response.outcome in (Outcome.STORED, Outcome.REPEATED):
         alone = " (one process only: there are no ranks to compare)" if world_size == 1 else ""
         return f"ddpobs: {page_address(config.collector, run)}{alone}"
     collector = page_address(config.collector, run).removesuffix(f"/runs/{run}")
-    if answer is not None and answer.outcome is Outcome.REFUSED:
-        return f"ddpobs: no telemetry of run {run}: {collector} refuses it: {answer.detail}"
-    if answer is None:
+    if response is not None and response.outcome is Outcome.REFUSED:
+        return f"ddpobs: no telemetry of run {run}: {collector} refuses it: {response.detail}"
+    if response is None:
         reason = "has not answered"
-    elif answer.outcome is Outcome.FORBIDDEN:
-        reason = f"rejects the token (DDPOBS_TOKEN): {answer.detail}"
+    elif response.outcome is Outcome.FORBIDDEN:
+        reason = f"rejects the token (DDPOBS_TOKEN): {response.detail}"
     else:
-        reason = f"is not reachable ({answer.detail})"
+        reason = f"is not reachable ({response.detail})"
     return f"ddpobs: {collector} {reason}; the batches of run {run} wait in {folder_of(config.spool)}"
 
 

@@ -16,7 +16,7 @@ from benchmarks.broken import FAULTS, broken
 from benchmarks.rig import patience
 from ddpobs.config import TelemetryConfig
 from ddpobs.export import delivery
-from ddpobs.export.http_sender import Answer, Outcome, Sender
+from ddpobs.export.http_sender import Outcome, Response, Sender
 from ddpobs.export.once import Once
 from ddpobs.export.spool import Encoded, Spool
 from tests.support.exporters import event, exporter, kinds
@@ -28,9 +28,9 @@ def spooled(folder: Path) -> int:
     return sum(batch.records for batch in Spool(folder, 10**9).batches())
 
 
-def send(url: str, within_s: float = 20.0) -> Answer:
+def send(url: str, within_s: float = 20.0) -> Response:
     """Send one batch to that address; fails if the sender does not return."""
-    answers: list[Answer] = []
+    answers: list[Response] = []
     sender = Sender(TelemetryConfig(collector=url))
     request = lambda: answers.append(sender.send("r", "b" * 16, 0, b"x" * 10**6, within_s))  # noqa: E731
     threading.Thread(target=request, daemon=True).start()
@@ -136,7 +136,7 @@ def test_the_collectors_pause_is_respected_at_exit_too(tmp_path: Path, code: int
 @pytest.mark.parametrize("value", ["soon", "-5", "nan", "Mon, 01 Jan 0001 00:00:00 -0000"])
 def test_a_meaningless_pause_is_ignored(value: str) -> None:
     with collector(status(503, Retry_After=value)) as server:
-        assert send(server.url) == Answer(Outcome.RETRY, 'HTTP 503: {"detail": "no"}', 0.0)
+        assert send(server.url) == Response(Outcome.RETRY, 'HTTP 503: {"detail": "no"}', 0.0)
 
 
 def test_a_wrong_token_is_logged_once_and_seldom_sent(

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 
 from ddpobs.config import TelemetryConfig
-from ddpobs.export.http_sender import Answer, Outcome
+from ddpobs.export.http_sender import Outcome, Response
 from ddpobs.terminal.announcer import Announcer, start_line
 from tests.support.integration.collectors import Reply, collector, status
 
-STORED = Answer(Outcome.STORED)
+STORED = Response(Outcome.STORED)
 
 
-def announced(url: str, answer: Answer | None = STORED, *, rank: int = 0, size: int = 2, **settings: Any) -> Announcer:
-    announcer = Announcer(TelemetryConfig(collector=url, **settings), rank, size, lambda: answer)
+def announced(
+    url: str, response: Response | None = STORED, *, rank: int = 0, size: int = 2, **settings: Any
+) -> Announcer:
+    announcer = Announcer(TelemetryConfig(collector=url, **settings), rank, size, lambda: response)
     announcer.start()
     announcer.identify("r")
     announcer.look()
@@ -26,35 +28,37 @@ def announced(url: str, answer: Answer | None = STORED, *, rank: int = 0, size: 
 
 
 @pytest.mark.parametrize(
-    ("answer", "size", "line"),
+    ("response", "size", "line"),
     [
         (STORED, 2, "ddpobs: http://c:1/base/runs/r"),
         (STORED, 1, "ddpobs: http://c:1/base/runs/r (one process only: there are no ranks to compare)"),
         (None, 2, "ddpobs: http://c:1/base has not answered; the batches of run r wait in /s"),
         (
-            Answer(Outcome.RETRY, "refused"),
+            Response(Outcome.RETRY, "refused"),
             2,
             "ddpobs: http://c:1/base is not reachable (refused); the batches of run r wait in /s",
         ),
         (
-            Answer(Outcome.FORBIDDEN, "HTTP 401"),
+            Response(Outcome.FORBIDDEN, "HTTP 401"),
             2,
             "ddpobs: http://c:1/base rejects the token (DDPOBS_TOKEN): HTTP 401; the batches of run r wait in /s",
         ),
         (
-            Answer(Outcome.REFUSED, "HTTP 413"),
+            Response(Outcome.REFUSED, "HTTP 413"),
             2,
             "ddpobs: no telemetry of run r: http://c:1/base refuses it: HTTP 413",
         ),
     ],
 )
-def test_the_start_line_has_the_address_or_the_reason_without_one(answer: Answer | None, size: int, line: str) -> None:
+def test_the_start_line_has_the_address_or_the_reason_without_one(
+    response: Response | None, size: int, line: str
+) -> None:
     config = TelemetryConfig(collector="http://user:secret@c:1/base/", spool=Path("/s"))
-    assert start_line(config, "r", size, answer) == line
+    assert start_line(config, "r", size, response) == line
 
 
 def test_the_start_line_waits_for_an_answer_and_comes_once(capsys: pytest.CaptureFixture[str]) -> None:
-    answers: list[Answer] = []
+    answers: list[Response] = []
     announcer = Announcer(TelemetryConfig(), 0, 2, lambda: answers[0] if answers else None)
     assert announcer.look() is False
     announcer.identify("r")
