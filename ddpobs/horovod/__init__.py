@@ -55,9 +55,10 @@ from ddpobs.horovod.collectives import (
 )
 from ddpobs.horovod.compression import Compression
 from ddpobs.horovod.handle import poll, synchronize
+from ddpobs.horovod.joining import join
 from ddpobs.horovod.launch import run
 from ddpobs.horovod.operations import Adasum, Average, Max, Min, Product, Sum
-from ddpobs.horovod.optimizer import DistributedOptimizer, join
+from ddpobs.horovod.optimizer import DistributedOptimizer
 from ddpobs.horovod.position import (
     cross_rank,
     cross_size,

@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
 from ddpobs.comm import name_of
 from ddpobs.config import TelemetryConfig, resolve
@@ -21,7 +20,6 @@ from ddpobs.errors import HorovodError, StepOrderError
 from ddpobs.horovod import agreement
 from ddpobs.horovod.broadcast import allgather_object
 from ddpobs.horovod.calls import Call
-from ddpobs.horovod.collectives import barrier
 from ddpobs.horovod.compression import Compression, Compressor, factory_of
 from ddpobs.horovod.environment import with_stall_check
 from ddpobs.horovod.failures import failures_as_internal_errors
@@ -36,7 +34,6 @@ from ddpobs.horovod.optimizer_arguments import (
     group_indices,
     trained_parameters,
 )
-from ddpobs.horovod.position import rank, size
 from ddpobs.horovod.process import ProcessSet, global_process_set
 from ddpobs.horovod.reduction import OptimizerReducer
 from ddpobs.never_raises import goes_on_without
@@ -46,11 +43,11 @@ from ddpobs.reducer.settings import Settings
 from ddpobs.torch_seam.patching import skip_in_dynamo
 
 _FIRST_BUCKET = 2**20
-_reducers: WeakKeyDictionary[OptimizerReducer, int] = WeakKeyDictionary()
+reducers: WeakKeyDictionary[OptimizerReducer, int] = WeakKeyDictionary()
 """Each reducer with the index of its side group."""
 _wrappers: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """Each DistributedOptimizer by the order of its construction, which is the same on all ranks."""
-_numbers, _joins = count(), count()
+_numbers = count()
 
 _NOT_REDUCED = (
     "their gradients would not be reduced. Unfreeze the parameters, then wrap their optimizer in a DistributedOptimizer"
@@ -188,7 +185,7 @@ def _connect(
     )
     if recorder is not None:
         recorder.compare_replicas(wrapper._reducer.parameters, wrapper._reducer.names)
-    _reducers[wrapper._reducer] = index
+    reducers[wrapper._reducer] = index
     wrapper._release = finalize(wrapper, wrapper._reducer.remove_hooks)  # The model may get another optimizer.
     wrapper._release.atexit = False
 
@@ -336,56 +333,12 @@ class _Distributed(torch.optim.Optimizer):
         return super().zero_grad(*args, **kwargs)
 
 
-def join(device: int = -1) -> int:
-    """Take part in the other ranks' synchronisations with zeros, until all ranks have joined; for a rank out of data.
-
-    Meanwhile the other ranks may use the only DistributedOptimizer, and no other collective. Its Average still divides
-    by the number of all ranks. Without a DistributedOptimizer the ranks only wait for each other.
-
-    Args:
-        device: No effect.
-
-    Returns:
-        The rank that joined last; the highest if there are several.
-
-    Raises:
-        HorovodError: There are several DistributedOptimizers.
-    """
-    number = next(_joins)
-    if size() == 1:
-        return 0
-    if len(_reducers) > 1:
-        raise HorovodError(f"join(): expected at most one DistributedOptimizer, got {len(_reducers)}")
-    store = PrefixStore(f"ddpobs/join/{number}", dist.distributed_c10d._get_default_store())
-    if not _reducers:
-        if store.add("joined", 1) == size():
-            store.set("last", str(rank()))
-        barrier()
-        return int(store.get("last"))
-    (reducer,) = _reducers
-    with agreement.joined():
-        return _join(reducer, store)
-
-
-def _join(reducer: OptimizerReducer, store: PrefixStore) -> int:
-    store.set(str(rank()), str(reducer.synchronised))
-    keys = [str(other) for other in range(size())]
-    while True:
-        reducer.participate_with_zeros()
-        # Ranks that joined before this synchronisation set their keys before it began: all ranks read the same keys.
-        if not store.check(keys):
-            continue
-        joined = [int(store.get(key)) for key in keys]
-        if max(joined) < reducer.synchronised:
-            return max(other for other, synchronised in enumerate(joined) if synchronised == max(joined))
-
-
 def _free_index() -> int:
     """The first side-group index that no optimizer uses.
 
     All ranks take rank 0's index, because optimizers are garbage-collected at different times on different ranks.
     """
-    used = set(_reducers.values())
+    used = set(reducers.values())
     return next(index for index in count() if index not in used)
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 
 from ddpobs import wire
-from ddpobs.shared.hang_verdict import Hang, ParameterNames, RankState, judge
+from ddpobs.shared.hang_verdict import Hang, ParameterNames, judge
+from ddpobs.shared.judged_rank import JudgedRank
 from ddpobs.shared.silence import KEY_SILENCE_NS
 
 JUDGES = 8
@@ -87,7 +88,7 @@ class HangReport:
             return None  # A rank without telemetry has no key.
         return judge([state for state in states if state is not None], parameters)
 
-    def _state(self, rank: int) -> RankState | None:
+    def _state(self, rank: int) -> JudgedRank | None:
         key = _key(rank)
         if not self._store.check([key]):
             return None
@@ -104,7 +105,7 @@ class HangReport:
             self.processes[rank] = process
         elif silent_ns > KEY_SILENCE_NS:
             process = "silent"
-        return RankState(rank, published.pulse, silent_ns, published.ended, process)
+        return JudgedRank(rank, published.pulse, silent_ns, published.ended, process)
 
 
 def host_key() -> str:

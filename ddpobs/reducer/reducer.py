@@ -330,14 +330,9 @@ class Reducer:
 
     def reduce_late(self, reports: Sequence[Fault], last: Bucket, has_data: bool = True) -> list[Bucket]:
         """Reduce the new parameters; arguments and result as of `LateParameters.reduce`."""
+        divisor, limits = self._front_end.divisor(), self.settings.first_limits_bytes
         return self.late.reduce(
-            reports,
-            last,
-            layout=self.layout,
-            comm=self.comm,
-            divisor=self._front_end.divisor(),
-            limits_bytes=self.settings.first_limits_bytes,
-            has_data=has_data,
+            reports, last, self.layout, self.comm, divisor=divisor, limits_bytes=limits, has_data=has_data
         )
 
     def take_in(self, buckets: Sequence[Bucket]) -> None:

@@ -21,75 +21,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpobs.shared.silence import PULSE_SILENCE_NS
+from ddpobs.shared.judged_rank import JudgedRank
 from ddpobs.shared.words import bucket_name, format_bucket, format_ranks
 from ddpobs.wire.fields import UNKNOWN
 from ddpobs.wire.pulse import Pulse
 
-_LONG_NS = 600_000_000_000
-"""A checkpoint or a compilation counts as progress for at most this long."""
-_WAITS = ("bucket", "collective")
 BUFFERS = "the broadcast of buffers"
 """Name of the collective in which a DDP module's forward waits."""
 _IN_BACKWARD = ("backward", "exposed_comm")
 _NAMED = 2
 """Most ranks that the headline of twelve words names."""
-_BUSY = ("checkpoint", "compile")
 _ENDED = {"failed": "failed", "interrupted": "been interrupted"}
 
 Kind = Literal["absent", "stopped", "dead", "input", "mismatch", "link", "code"]
 ParameterNames = Callable[[int, int], Sequence[str]]
 """Names of the parameters of a bucket, by module and bucket index; empty where the layout is not known."""
-
-
-@dataclass(frozen=True)
-class RankState:
-    """One rank as seen by the judge.
-
-    Attributes:
-        rank: Its number.
-        pulse: Its latest pulse, or None before the first one.
-        silent_ns: Time since that pulse arrived, on the judge's clock.
-        ended: How its process ended: `finished`, `interrupted`, `failed`, or empty while it runs.
-        process: State of its process as a rank of the same host sees it: `stopped`, `gone`, or empty where not known.
-    """
-
-    rank: int
-    pulse: Pulse | None
-    silent_ns: int = 0
-    ended: str = ""
-    process: str = ""
-
-    @property
-    def idle_ns(self) -> int:
-        """Time without progress, until now."""
-        return self.silent_ns + (self.pulse.idle_ns if self.pulse else 0)
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether the process sends no pulses any more."""
-        return self.process != "" or self.silent_ns > PULSE_SILENCE_NS
-
-    @property
-    def waits(self) -> bool:
-        """Whether the training thread waits in a collective."""
-        return self.pulse is not None and not self.is_silent and not self.ended and self.pulse.activity in _WAITS
-
-    @property
-    def activity_is_own(self) -> bool:
-        """Whether the rank runs its own code, neither a loader's nor a wait."""
-        return self.pulse is not None and not self.is_silent and self.pulse.activity == "code"
-
-    @property
-    def progresses(self) -> bool:
-        """Whether the rank may still bring the run forward by itself."""
-        if self.ended or self.is_silent:
-            return False
-        if self.pulse is None:
-            return True
-        if self.pulse.activity in _BUSY:
-            return self.idle_ns < _LONG_NS
-        return self.idle_ns < self.pulse.patience_ns
 
 
 @dataclass(frozen=True)
@@ -133,7 +79,7 @@ class Hang:
         return f"{self.verdict}: {self.measure}; cause: {self.cause}{where}. {self.remedy}"
 
 
-def judge(states: Sequence[RankState], parameters: ParameterNames = lambda _module, _bucket: ()) -> Hang | None:
+def judge(states: Sequence[JudgedRank], parameters: ParameterNames = lambda _module, _bucket: ()) -> Hang | None:
     """Return the hang that the ranks' states show, or None where the run goes on or has ended.
 
     Args:
@@ -151,7 +97,7 @@ def judge(states: Sequence[RankState], parameters: ParameterNames = lambda _modu
     return verdict_on(states, parameters)
 
 
-def verdict_on(states: Sequence[RankState], parameters: ParameterNames = lambda _module, _bucket: ()) -> Hang:
+def verdict_on(states: Sequence[JudgedRank], parameters: ParameterNames = lambda _module, _bucket: ()) -> Hang:
     """Return for which ranks the others wait, or waited when the first of them gave up.
 
     Args:
@@ -194,7 +140,7 @@ def _headline(step: int, missing: list[int]) -> str:
 
 
 def _verdict(
-    states: Sequence[RankState], waiting: Sequence[RankState], others: Sequence[RankState]
+    states: Sequence[JudgedRank], waiting: Sequence[JudgedRank], others: Sequence[JudgedRank]
 ) -> tuple[Kind, list[int], str, str]:
     """The kind, the ranks that the others wait for, the cause, and the remedy."""
     silent = [state for state in others if state.is_silent and not state.ended]
@@ -212,7 +158,7 @@ def _verdict(
     return _mismatch(waiting, groups)
 
 
-def _silent(silent: Sequence[RankState], waiting: Sequence[RankState]) -> tuple[Kind, list[int], str, str]:
+def _silent(silent: Sequence[JudgedRank], waiting: Sequence[JudgedRank]) -> tuple[Kind, list[int], str, str]:
     gone = [state for state in silent if state.process == "gone"]
     stopped = [state for state in silent if state.process == "stopped"]
     kind: Kind = "dead" if gone else "stopped"
@@ -229,14 +175,14 @@ def _silent(silent: Sequence[RankState], waiting: Sequence[RankState]) -> tuple[
     return kind, _ranks(silent), f"{cause}{after}{tail}", remedy
 
 
-def _without_waits(states: Sequence[RankState]) -> tuple[Kind, list[int], str, str]:
+def _without_waits(states: Sequence[JudgedRank]) -> tuple[Kind, list[int], str, str]:
     running = [state for state in states if not state.ended]
     if all(_activity(state) == "data" for state in running):
         return "input", _ranks(running), f"no rank gets a batch; {_absence(running)}", _ABSENT_REMEDY["data"]
     return "code", _ranks(running), _absence(running), _ABSENT_REMEDY["code"]
 
 
-def _mismatch(waiting: Sequence[RankState], groups: Counter[tuple[object, ...]]) -> tuple[Kind, list[int], str, str]:
+def _mismatch(waiting: Sequence[JudgedRank], groups: Counter[tuple[object, ...]]) -> tuple[Kind, list[int], str, str]:
     """Name the smaller group; of two equal ones the group with fewer synchronised backward passes."""
     fewest = min(groups.values())
     candidates = [state for state in waiting if groups[_collective(state)] == fewest]
@@ -244,7 +190,7 @@ def _mismatch(waiting: Sequence[RankState], groups: Counter[tuple[object, ...]])
     odd = [state for state in candidates if _synchronised(state) == behind]
     odd = [state for state in odd if _collective(state) == _collective(odd[-1])]
     ranks = _ranks(odd)
-    members: dict[tuple[object, ...], list[RankState]] = {}
+    members: dict[tuple[object, ...], list[JudgedRank]] = {}
     for state in waiting:
         members.setdefault(_collective(state), []).append(state)
     places = ", ".join(f"{format_ranks(_ranks(group))} {_in(group[0])}{_place(group[0])}" for group in members.values())
@@ -254,9 +200,9 @@ def _mismatch(waiting: Sequence[RankState], groups: Counter[tuple[object, ...]])
     return "mismatch", ranks, f"the ranks wait in different collectives: {places}{count}", _MISMATCH_REMEDY
 
 
-def _absence(states: Sequence[RankState]) -> str:
+def _absence(states: Sequence[JudgedRank]) -> str:
     """Each distinct activity of the ranks that do not wait, with its place."""
-    groups: dict[str, list[RankState]] = {}
+    groups: dict[str, list[JudgedRank]] = {}
     for state in states:
         groups.setdefault(_doing(state), []).append(state)
     parts = []
@@ -271,7 +217,7 @@ def _absence(states: Sequence[RankState]) -> str:
     return "; ".join(parts)
 
 
-def _doing(state: RankState) -> str:
+def _doing(state: JudgedRank) -> str:
     if state.ended in _ENDED:
         return _ENDED[state.ended]
     if state.ended:
@@ -279,13 +225,13 @@ def _doing(state: RankState) -> str:
     return _DOING.get(_activity(state), _DOING["code"])
 
 
-def _wait(waiting: Sequence[RankState]) -> str:
+def _wait(waiting: Sequence[JudgedRank]) -> str:
     """The ranks that wait, by the collective of the first of them."""
     verb = "wait" if len(waiting) > 1 else "waits"
     return f"{format_ranks(_ranks(waiting))} {verb} {_in(waiting[0])}"
 
 
-def _in(state: RankState) -> str:
+def _in(state: JudgedRank) -> str:
     pulse = state.pulse
     assert pulse is not None
     if pulse.activity != "bucket":
@@ -302,11 +248,11 @@ def _bucket(pulse: Pulse, parameters: ParameterNames) -> str:
     return format_bucket(pulse.module, pulse.bucket, names) if names else ""
 
 
-def _place(state: RankState) -> str:
+def _place(state: JudgedRank) -> str:
     return f" ({state.pulse.place})" if state.pulse and state.pulse.place else ""
 
 
-def _collective(state: RankState) -> tuple[object, ...]:
+def _collective(state: JudgedRank) -> tuple[object, ...]:
     """Identity of the collective in which a rank waits: equal on ranks that wait in the same one."""
     pulse = state.pulse
     assert pulse is not None
@@ -315,14 +261,14 @@ def _collective(state: RankState) -> tuple[object, ...]:
     return "collective", pulse.waits_in, pulse.collectives, pulse.synchronised
 
 
-def _reached(state: RankState) -> tuple[int, bool, int]:
+def _reached(state: JudgedRank) -> tuple[int, bool, int]:
     """Position of a rank that waits in the run's sequence of collectives."""
     pulse = state.pulse
     assert pulse is not None
     return pulse.synchronised, pulse.activity != "bucket", pulse.bucket if pulse.activity == "bucket" else UNKNOWN
 
 
-def _is_one_sequence(waiting: Sequence[RankState]) -> bool:
+def _is_one_sequence(waiting: Sequence[JudgedRank]) -> bool:
     """Whether some ranks wait for the end of a collective that the other ranks have passed.
 
     No rank passes a collective before all ranks have entered it. So a rank that has left it proves that the slower
@@ -332,7 +278,7 @@ def _is_one_sequence(waiting: Sequence[RankState]) -> bool:
     return all(_has_passed(state, first) for state in waiting if _collective(state) != _collective(first))
 
 
-def _has_passed(state: RankState, first: RankState) -> bool:
+def _has_passed(state: JudgedRank, first: JudgedRank) -> bool:
     """Whether a rank has left the collective in which `first` waits."""
     ahead, behind = state.pulse, first.pulse
     assert ahead is not None
@@ -349,11 +295,11 @@ def _has_passed(state: RankState, first: RankState) -> bool:
     return entered and ahead.activity == "bucket" and ahead.synchronised == behind.synchronised + 1
 
 
-def _synchronised(state: RankState) -> int:
+def _synchronised(state: JudgedRank) -> int:
     return state.pulse.synchronised if state.pulse else UNKNOWN
 
 
-def _activity(state: RankState) -> str:
+def _activity(state: JudgedRank) -> str:
     return state.pulse.activity if state.pulse else ""
 
 
@@ -361,7 +307,7 @@ def _phase(phase: str) -> str:
     return phase.replace("exposed_comm", "exposed communication")
 
 
-def _ranks(states: Iterable[RankState]) -> list[int]:
+def _ranks(states: Iterable[JudgedRank]) -> list[int]:
     return [state.rank for state in states]
 
 

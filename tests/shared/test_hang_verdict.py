@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ddpobs import wire
-from ddpobs.shared.hang_verdict import BUFFERS, Hang, RankState, judge
+from ddpobs.shared.hang_verdict import BUFFERS, Hang, judge
+from ddpobs.shared.judged_rank import JudgedRank
 
 S = 10**9
 
 
-def state(rank: int, activity: str = "code", *, idle_s: float = 12, silent_s: float = 0, **facts: Any) -> RankState:
+def state(rank: int, activity: str = "code", *, idle_s: float = 12, silent_s: float = 0, **facts: Any) -> JudgedRank:
     ended, process = facts.pop("ended", ""), facts.pop("process", "")
     fields: dict[str, Any] = {
         "activity": activity,
@@ -26,14 +27,14 @@ def state(rank: int, activity: str = "code", *, idle_s: float = 12, silent_s: fl
         patience_ns=8 * S,
         **(fields | facts),
     )
-    return RankState(rank, pulse, int(silent_s * S), ended, process)
+    return JudgedRank(rank, pulse, int(silent_s * S), ended, process)
 
 
-def bucket(rank: int, number: int = 2, **facts: Any) -> RankState:
+def bucket(rank: int, number: int = 2, **facts: Any) -> JudgedRank:
     return state(rank, "bucket", **{"phase": "backward", "module": 0, "bucket": number, **facts})
 
 
-def verdict(*states: RankState) -> Hang:
+def verdict(*states: JudgedRank) -> Hang:
     hang = judge(states, lambda _module, _bucket: ["decoder.4.weight", "decoder.4.bias", "head.weight", "head.bias"])
     assert hang is not None
     return hang
@@ -68,7 +69,7 @@ def test_a_checkpoint_and_a_compilation_are_progress() -> None:
 
 
 def test_a_rank_without_a_pulse_yet_may_still_start() -> None:
-    assert judge([bucket(0), RankState(1, None)]) is None
+    assert judge([bucket(0)(1, None)]) is None
 
 
 def test_a_rank_that_sends_nothing_is_named() -> None:

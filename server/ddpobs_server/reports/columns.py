@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,10 @@ from ddpobs_server.analysis.slow_ranks.lateness import lateness_table
 from ddpobs_server.analysis.steps.joined_steps import join, mean_over_ranks
 from ddpobs_server.analysis.steps.pipeline import stages_of, within_stages
 from ddpobs_server.analysis.steps.step_bins import SHOWN, StepBins
+from ddpobs_server.reports.attempt_reader import AttemptReader
 from ddpobs_server.reports.read_bins import AttemptBins, Shown, read_step_bins, unix_times
 from ddpobs_server.reports.recent_steps import drop_silent_ranks, read_recent_steps
 from ddpobs_server.reports.timeline import RunTimeline
-from ddpobs_server.store import Store
 
 _BIN_ROWS = 25_000
 """Approximate limit of rows of bins in a response."""
@@ -23,19 +22,8 @@ _ROWS = 500_000
 """Approximate limit of step rows in a response."""
 
 
-@dataclass(frozen=True)
-class RunColumns:
-    """Reads the columns of one attempt.
-
-    Attributes:
-        store: Source of the columns.
-        run: Key of the run.
-        attempt: The attempt.
-    """
-
-    store: Store
-    run: str
-    attempt: str
+class RunColumns(AttemptReader):
+    """Reads the columns of one attempt."""
 
     def stragglers(self, first: int | None, last: int | None) -> dict[str, Any]:
         """Return own times of all ranks by step, the last rank, and each rank's share and excess.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from ddpobs import wire
 from ddpobs_server.analysis.steps import clock_alignment
 from ddpobs_server.analysis.trace import chrome_trace
-from ddpobs_server.store import Store
+from ddpobs_server.reports.attempt_reader import AttemptReader
 
 _TRACE_STEPS, _TRACE_EVENTS = 50, 100_000
 _CLOCK_ROWS = 500_000
@@ -26,19 +25,8 @@ class TooManyStepsError(ValueError):
         self.fits_until = fits_until
 
 
-@dataclass(frozen=True)
-class RunTimeline:
-    """Reads the steps and spans of one attempt, and aligns its ranks' clocks.
-
-    Attributes:
-        store: Source of the columns.
-        run: Key of the run.
-        attempt: The attempt.
-    """
-
-    store: Store
-    run: str
-    attempt: str
+class RunTimeline(AttemptReader):
+    """Reads the steps and spans of one attempt, and aligns its ranks' clocks."""
 
     def aligned_spans(
         self,

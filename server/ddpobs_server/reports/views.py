@@ -16,9 +16,10 @@ from ddpobs_server.analysis.steps import clock_alignment
 from ddpobs_server.analysis.steps.joined_steps import join
 from ddpobs_server.analysis.steps.pipeline import stages_of, within_stages
 from ddpobs_server.analysis.steps.step_timeline import BucketSpans, Phases, bucket_spans_of, phases_of
+from ddpobs_server.reports.attempt_reader import AttemptReader
 from ddpobs_server.reports.read_bins import AttemptBins, read_lateness
 from ddpobs_server.reports.recent_steps import drop_silent_ranks
-from ddpobs_server.store import Source, Store
+from ddpobs_server.store import Source
 from ddpobs_server.store.sums.stored_bins import BIN_STEPS
 
 _COLUMN_ROWS = 400_000
@@ -50,19 +51,8 @@ class StepTimeline:
     delay_ns: int
 
 
-@dataclass(frozen=True)
-class RunViews:
-    """Reads the data of pictures of one attempt.
-
-    Attributes:
-        store: Source of the columns.
-        run: Key of the run.
-        attempt: The attempt.
-    """
-
-    store: Store
-    run: str
-    attempt: str
+class RunViews(AttemptReader):
+    """Reads the data of pictures of one attempt."""
 
     def sources(self) -> list[Source]:
         """Return the attempt's processes."""

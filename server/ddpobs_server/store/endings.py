@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import Connection, case, func, literal_column, update
 
 from ddpobs import wire
-from ddpobs.shared.hang_verdict import RankState
+from ddpobs.shared.judged_rank import JudgedRank
 from ddpobs.wire.endings import ENDS, RESUMED, delay_ns, end_of_event
 from ddpobs.wire.facts import EndFacts, facts_of
 from ddpobs_server.store import schema
@@ -47,7 +47,7 @@ def _moment_ns(batch: wire.Batch, event: wire.Event) -> int:
 def stuck_ns(batch: wire.Batch) -> int:
     """Time without progress at the batch's pulse; 0 if the rank may still go on by itself."""
     pulse = batch.pulse
-    if pulse is None or not pulse.patience_ns or RankState(batch.rank, pulse).progresses:
+    if pulse is None or not pulse.patience_ns or JudgedRank(batch.rank, pulse).progresses:
         return 0
     return pulse.idle_ns
 

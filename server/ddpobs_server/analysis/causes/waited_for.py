@@ -11,7 +11,8 @@ from functools import partial
 import msgspec
 
 from ddpobs import wire
-from ddpobs.shared.hang_verdict import Hang, RankState, verdict_on
+from ddpobs.shared.hang_verdict import Hang, verdict_on
+from ddpobs.shared.judged_rank import JudgedRank
 from ddpobs.wire.facts import StuckFacts, facts_of
 from ddpobs_server.analysis.evidence import Evidence
 
@@ -39,7 +40,7 @@ def waited_for(evidence: Evidence, rank: int, at_ns: int, gave_up: Collection[in
         if pulse is None and not has_ended:
             return None
         silent_ns = 0 if each in gave_up else max(0, evidence.silent_ns.get(each, 0))
-        states.append(RankState(each, pulse, silent_ns, evidence.ended.get(each, "") if has_ended else ""))
+        states.append(JudgedRank(each, pulse, silent_ns, evidence.ended.get(each, "") if has_ended else ""))
     verdict = verdict_on(states, partial(bucket_parameters, evidence))
     return verdict if rank in verdict.waiting and set(verdict.ranks) != set(range(evidence.world_size)) else None
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 
 from ddpobs import wire
-from ddpobs.shared.hang_verdict import Hang, RankState, judge
+from ddpobs.shared.hang_verdict import Hang, judge
+from ddpobs.shared.judged_rank import JudgedRank
 from ddpobs.shared.words import format_ranks
 from ddpobs.wire.facts import StuckFacts, facts_of
 from ddpobs_server.analysis.causes.waited_for import bucket_parameters, spanned_ns
@@ -60,11 +61,11 @@ def hang(evidence: Evidence) -> Judgement:
     return [*_present(evidence), *_past(evidence)]
 
 
-def rank_states(evidence: Evidence) -> list[RankState]:
+def rank_states(evidence: Evidence) -> list[JudgedRank]:
     """One state per rank of the world, from the latest pulses."""
     processes = {rank: state for pulse in evidence.pulses.values() for rank, state in pulse.process_states.items()}
     return [
-        RankState(
+        JudgedRank(
             rank=rank,
             pulse=evidence.pulses.get(rank),
             silent_ns=max(0, evidence.silent_ns.get(rank, 0)),
