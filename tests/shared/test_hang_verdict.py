@@ -69,7 +69,7 @@ def test_a_checkpoint_and_a_compilation_are_progress() -> None:
 
 
 def test_a_rank_without_a_pulse_yet_may_still_start() -> None:
-    assert judge([bucket(0)(1, None)]) is None
+    assert judge([bucket(0), JudgedRank(1, None)]) is None
 
 
 def test_a_rank_that_sends_nothing_is_named() -> None:
