@@ -75,6 +75,7 @@ class CodePlace(Record, frozen=True, kw_only=True):
         calls: Name of the function that the innermost line calls, such as `to`; empty where there is none.
         iterates: Whether a training loop waits there for the next value of an iterator that is not torch's.
         looks: Number of looks that found the place.
+        time_ns: Time for which these looks stand; 0 from older clients.
     """
 
     phase: Literal["data", "other"]
@@ -82,6 +83,7 @@ class CodePlace(Record, frozen=True, kw_only=True):
     calls: Name = ""
     iterates: bool = False
     looks: Count
+    time_ns: Count = 0
 
 
 class Input(Record, frozen=True, kw_only=True):
@@ -141,6 +143,7 @@ class Pulse(Record, frozen=True, kw_only=True):
         processes: State (`stopped`, `gone`) of processes of this host that are neither running nor sleeping, by rank.
         machine: State of the host and the device; None from older clients.
         looks: Number of latest looks at the training thread inside of steps.
+        effective_looks: Number of looks of equal weight that would be as exact; 0 from older clients.
         code: Most frequent places of these looks, in the phases `data` and `other`.
         input: Use of torch's loaders; None before the first batch.
     """
@@ -164,6 +167,7 @@ class Pulse(Record, frozen=True, kw_only=True):
     processes: Annotated[dict[Name, Name], msgspec.Meta(max_length=64)] = msgspec.field(default_factory=dict)
     machine: Machine | None = None
     looks: Count = 0
+    effective_looks: Count = 0
     code: Annotated[list[CodePlace], msgspec.Meta(max_length=16)] = msgspec.field(default_factory=list)
     input: Input | None = None
 

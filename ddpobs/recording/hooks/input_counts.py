@@ -34,7 +34,10 @@ class InputCounts:
         workers = min(int(loader.num_workers), _MAX_WORKERS)
         if workers != self._workers:
             self._workers, self._awaited_ns, self._alone_ns = workers, [0] * workers, [0] * workers
-        self._ahead, self._persistent = int(loader.prefetch_factor or 0), bool(loader.persistent_workers)
+        self._ahead, self._persistent = (
+            int(loader.prefetch_factor or 0),
+            bool(getattr(loader, "persistent_workers", False)),
+        )
 
     def fetched(self, batches: Any, took_ns: int, worker: int | None) -> None:
         """Count a batch, for which training waited for this worker; None if it did not wait for a known one."""

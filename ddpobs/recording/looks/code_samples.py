@@ -1,6 +1,7 @@
 """Looks at the training thread's code inside of steps, on the telemetry thread: where its time in no call goes.
 
-The first looks follow each other at 0.05 s, later ones come with the pulses, thirty a minute. A look costs 30 µs. It
+The first looks follow each other at 0.05 s, later ones come with the pulses, thirty a minute. Each stands for the time
+since the look before it, so that the first seconds of a run weigh no more than others. A look costs 30 µs. It
 counts once a training forward has followed without an evaluation or a checkpoint: then it was inside of a step.
 
 Own loaders. A generator or an iterator of the user's reports no fetches. If, of at least eight looks between the end
@@ -14,8 +15,9 @@ after that call.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Literal, NamedTuple
 
@@ -51,6 +53,7 @@ class _Look(NamedTuple):
         key: Identity of the place: a line of the training loop, or a function that it calls.
         place: Its lines.
         calls: Name of the function that the innermost line calls.
+        time_ns: Time since the look before it.
     """
 
     forwards: int
@@ -60,6 +63,7 @@ class _Look(NamedTuple):
     key: object = None
     place: str = ""
     calls: str = ""
+    time_ns: int = 0
 
 
 class CodeSamples:
@@ -68,10 +72,12 @@ class CodeSamples:
     Args:
         journal: Facts of the training thread.
         texts: Keep the lines of code; without them only counts are kept.
+        now_ns: The monotonic clock.
     """
 
-    def __init__(self, journal: Journal, texts: bool = True) -> None:
-        self._journal, self._texts = journal, texts
+    def __init__(self, journal: Journal, texts: bool = True, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._journal, self._texts, self._now_ns = journal, texts, now_ns
+        self._last_ns = now_ns()
         self._looks: deque[_Look] = deque(maxlen=_MAX_LOOKS)
         self._open: deque[_Look] = deque(maxlen=_MAX_OPEN)
         """Looks that no forward has followed yet."""
@@ -82,12 +88,13 @@ class CodeSamples:
     def look(self) -> bool:
         """Look once; return whether the first looks are over."""
         self._settle()
-        journal = self._journal
+        journal, now_ns = self._journal, self._now_ns()
+        time_ns, self._last_ns = max(1, now_ns - self._last_ns), now_ns
         if not (journal.thread.paused or self._ended) and journal.forward_places:
             before = self._position()
             look = self._look_at(list(frames_of(journal.thread.ident_or_main)))
             if look is not None and before == self._position():  # Else training went on meanwhile.
-                self._open.append(look)
+                self._open.append(look._replace(time_ns=time_ns))
         return len(self._looks) >= _FIRST_LOOKS
 
     def end(self) -> None:
@@ -99,13 +106,22 @@ class CodeSamples:
         """Looks inside of steps."""
         return len(self._looks)
 
+    @property
+    def effective_count(self) -> int:
+        """Number of looks of equal weight that would be as exact.
+
+        Source: L. Kish, Survey Sampling (1965): the squared sum of the weights over the sum of their squares.
+        """
+        times_ns = [look.time_ns for look in tuple(self._looks)]
+        return round(sum(times_ns) ** 2 / max(1, sum(ns**2 for ns in times_ns)))
+
     def places(self) -> list[wire.CodePlace]:
         """The most frequent places in the phases `data` and `other`."""
         groups: dict[object, list[_Look]] = {}
         for look in tuple(self._looks):
             if phase := self._phase(look):
                 groups.setdefault((phase, look.key, look.iterates), []).append(look)
-        largest = sorted(groups.values(), key=len, reverse=True)[:_MAX_PLACES]
+        largest = sorted(groups.values(), key=_time_ns, reverse=True)[:_MAX_PLACES]
         return [self._place(looks) for looks in largest]
 
     def _look_at(self, frames: Sequence[FrameType]) -> _Look | None:
@@ -170,4 +186,9 @@ class CodeSamples:
             calls=calls,
             iterates=looks[0].iterates,
             looks=len(looks),
+            time_ns=_time_ns(looks),
         )
+
+
+def _time_ns(looks: Sequence[_Look]) -> int:
+    return sum(look.time_ns for look in looks)

@@ -85,6 +85,7 @@ class Pulses:
             machine=self._machine(),
             processes={str(rank): state for rank, state in list(processes.items())[:_MAX_PROCESSES]},
             looks=self._samples.count,
+            effective_looks=self._samples.effective_count,
             code=self._samples.places(),
             input=self._inputs.record(),
         )

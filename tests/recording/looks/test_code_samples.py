@@ -22,7 +22,7 @@ class LookedAt(Training):
     def __init__(self, texts: bool = True) -> None:
         super().__init__()
         self.journal.modules = 1
-        self.samples = CodeSamples(self.journal, texts)
+        self.samples = CodeSamples(self.journal, texts, lambda: self.clock.now_ns)
 
     def wait(self) -> None:
         self.clock.now_ns += 50 * MS
@@ -89,6 +89,26 @@ def test_other_code_between_steps_stays_other() -> None:
     assert training.phase_ns()[DATA] == 0
     (place,) = training.samples.places()
     assert (place.phase, place.iterates, place.calls) == ("other", False, "look")
+
+
+def test_a_look_stands_for_the_time_since_the_one_before() -> None:
+    training = LookedAt()
+    for _ in range(40):
+        training.step()
+        training.clock.now_ns += 50 * MS
+        training.samples.look()
+    for _ in range(10):
+        training.step()
+        training.clock.now_ns += 1950 * MS
+        training.wait()
+    training.step()
+    training.clock.now_ns += 1
+    training.samples.look()
+    early, late = sorted(training.samples.places(), key=lambda place: place.looks, reverse=True)
+    assert early.looks > 3 * late.looks
+    assert early.time_ns == pytest.approx(early.looks * 51 * MS, rel=0.02)
+    assert late.time_ns == pytest.approx(late.looks * 2001 * MS, rel=0.02)
+    assert 10 < training.samples.effective_count < 14
 
 
 def test_a_loop_that_stops_to_ask_an_iterator_counts_as_other_again() -> None:

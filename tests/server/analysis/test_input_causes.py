@@ -157,7 +157,7 @@ def test_other_time_on_every_rank_has_its_place_and_the_error_of_its_share() -> 
     run = evidence("other", 60, pulse(*places))
     (finding,) = other_bound(run)
     assert isinstance(finding, Finding)
-    assert finding.cause == "log.py:7, found by 60 of 80 looks"
+    assert finding.cause == "log.py:7 takes 75 % of that time, by 80 looks"
     assert finding.gain is not None
     assert finding.gain.step_ns == pytest.approx(0.75 * 62 * MS, rel=0.01)
     assert finding.gain.error_ratio == pytest.approx((0.25 / 0.75 / 80) ** 0.5, rel=0.01)

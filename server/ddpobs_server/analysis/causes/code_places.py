@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
+from math import sqrt
 from typing import NamedTuple
 
 from ddpobs import wire
@@ -32,16 +34,24 @@ class Place(NamedTuple):
         return f"{self.text} ({self.calls})" if self.calls else self.text
 
 
-class Places(NamedTuple):
+@dataclass(frozen=True)
+class Places:
     """Looks of all ranks in one phase.
 
     Attributes:
-        looks: Looks at each place, the most frequent place first.
-        in_phase: Looks in the phase.
+        looks: Looks at each place.
+        times_ns: Time for which these looks stand, by place, the largest first.
+        effective: Looks in the phase, of equal weight, that would be as exact.
     """
 
     looks: Counter[Place]
-    in_phase: int
+    times_ns: Counter[Place]
+    effective: float
+
+    @property
+    def in_phase(self) -> int:
+        """Looks in the phase."""
+        return self.looks.total()
 
     @property
     def is_judged(self) -> bool:
@@ -49,24 +59,44 @@ class Places(NamedTuple):
         return self.in_phase >= MIN_LOOKS
 
     @property
+    def largest(self) -> Place:
+        """The place with the most time; there is one if the looks are judged."""
+        return self.times_ns.most_common(1)[0][0]
+
+    def share(self, place: Place) -> float:
+        """Share of the phase's time at a place."""
+        return self.times_ns[place] / max(1, self.times_ns.total())
+
+    def error_ratio(self, place: Place) -> float:
+        """Standard error of the share, as a part of it: that of a binomial proportion."""
+        share = self.share(place)
+        return sqrt(share * (1 - share) / max(1.0, self.effective)) / share
+
+    @property
     def copy_share(self) -> float:
-        """Share of the phase's looks at calls that copy or convert tensors; 0 with too few looks."""
-        copies = sum(count for location, count in self.looks.items() if location.calls in COPIES)
-        return copies / self.in_phase if self.is_judged else 0.0
+        """Share of the phase's time at calls that copy or convert tensors; 0 with too few looks."""
+        return sum(self.share(place) for place in self.times_ns if place.calls in COPIES) if self.is_judged else 0.0
 
     @property
     def iterating_share(self) -> float:
-        """Share of the phase's looks that found the training loop at an iterator that is not torch's."""
-        return sum(count for location, count in self.looks.items() if location.iterates) / max(1, self.in_phase)
+        """Share of the phase's time in which the training loop waited for an iterator that is not torch's."""
+        return sum(self.share(place) for place in self.times_ns if place.iterates)
 
     def listed(self, most: int = 5) -> list[dict[str, object]]:
-        """Return the most frequent places for a finding's evidence."""
-        return [{"place": str(location), "looks": count} for location, count in self.looks.most_common(most)]
+        """Return the places with the most time for a finding's evidence."""
+        return [
+            {"place": str(place), "looks": self.looks[place], "share": round(self.share(place), 4)}
+            for place, _ in self.times_ns.most_common(most)
+        ]
 
 
 def places_in(phase: str, pulses: Iterable[wire.Pulse]) -> Places:
     """Add up the looks of all ranks in a phase."""
-    looks: Counter[Place] = Counter()
-    for code in (code for pulse in pulses for code in pulse.code if code.phase == phase):
-        looks[Place(code.place, code.calls, code.iterates)] += code.looks
-    return Places(looks, looks.total())
+    looks, times_ns, effective = Counter[Place](), Counter[Place](), 0.0
+    for pulse in pulses:
+        for code in (code for code in pulse.code if code.phase == phase):
+            place = Place(code.place, code.calls, code.iterates)
+            looks[place] += code.looks
+            times_ns[place] += code.time_ns or code.looks
+            effective += code.looks * (pulse.effective_looks / pulse.looks if pulse.effective_looks else 1.0)
+    return Places(looks, times_ns, effective)

@@ -94,7 +94,7 @@ def _own_loader(use: InputUse) -> InputCause | None:
     """An iterator that is not torch's."""
     if not use.places.is_judged or use.places.iterating_share < _MOST:
         return None
-    place = next(place for place, _ in use.places.looks.most_common() if place.iterates)
+    place = next(place for place, _ in use.places.times_ns.most_common() if place.iterates)
     remedy = (
         "Prepare the next batch while the step computes: in a thread with a queue, or in the worker processes of "
         "torch's DataLoader (an IterableDataset wraps a generator)."

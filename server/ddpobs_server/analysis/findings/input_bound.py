@@ -125,7 +125,7 @@ def _copy_findings(evidence: Evidence, shares: Floats) -> Judgement:
 
 
 def _copy_cause(locations: Places) -> InputCause:
-    location = next(location for location, _ in locations.looks.most_common() if location.calls in COPIES)
+    location = next(location for location, _ in locations.times_ns.most_common() if location.calls in COPIES)
     return InputCause(
         "copy",
         f"most often at {location}; a copy from pageable memory also waits for the device's earlier work",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
 
 import numpy as np
 
@@ -29,7 +28,7 @@ class OtherBoundFacts(Facts):
     Attributes:
         share: Lowest share of the phase over the ranks, without copies.
         looks: Looks that found the phase.
-        places: Most frequent places, each with its looks.
+        places: Places with the most time, each with its looks and its share.
     """
 
     share: float
@@ -75,14 +74,14 @@ def other_bound(evidence: Evidence) -> Judgement:
 def _cause(locations: Places) -> str:
     if not locations.is_judged:
         return f"not known: only {locations.in_phase} looks found that code"
-    location, looks = locations.looks.most_common(1)[0]
+    location = locations.largest
     if not location.text:
         return "not known: places of code are not sent (DDPOBS_TRACEBACK=0)"
-    return f"{location}, found by {looks} of {locations.in_phase} looks"
+    return f"{location} takes {percent(locations.share(location))} of that time, by {locations.in_phase} looks"
 
 
 def _remedy(locations: Places) -> str:
-    if not locations.is_judged or not next(iter(locations.looks)).text:
+    if not locations.is_judged or not locations.largest.text:
         return (
             "Find the code between the optimizer's step and the next forward: logging, metrics, batches of one's own."
         )
@@ -90,17 +89,16 @@ def _remedy(locations: Places) -> str:
 
 
 def _gain(locations: Places, share: float, step_ns: float, waits_ns: float) -> Gain | None:
-    """Return the time at the most frequent place, with the standard error of its share of the looks.
+    """Return the time at the place with the most of it, with the standard error of its share of the looks.
 
     Time without a processor is not the place's own, and less of it is not known to be saved.
-    The looks are taken as independent draws: a binomial proportion has the standard error sqrt(p (1 - p) / n).
+    The looks are taken as independent draws.
     """
     if not locations.is_judged:
         return None
-    location, looks = locations.looks.most_common(1)[0]
+    location = locations.largest
     if not location.text:
         return None
-    part = looks / locations.in_phase
-    error = sqrt(part * (1 - part) / locations.in_phase) / part
-    saved_ns = share * part * step_ns - waits_ns
-    return Gain(round(saved_ns), round(saved_ns / step_ns, 4), round(error, 4)) if saved_ns > 0 else None
+    saved_ns = share * locations.share(location) * step_ns - waits_ns
+    error = round(locations.error_ratio(location), 4)
+    return Gain(round(saved_ns), round(saved_ns / step_ns, 4), error) if saved_ns > 0 else None

@@ -12,6 +12,7 @@ from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, advice_severity, milliseconds
 from ddpobs_server.analysis.statistics.level_shifts import level_segments
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
+from ddpobs_server.analysis.steps.shared_time import shared_ns
 
 CODES = ("utilisation-swings",)
 SWING = 0.2
@@ -96,7 +97,7 @@ def utilisation_swings(evidence: Evidence) -> Judgement:
 
 def _series_ns(joined: JoinedSteps, rows: wire.Ints) -> Floats:
     """Return the time of each step number between the first and the last row; the median where none is known."""
-    window_ns = _shared_ns(joined)[rows]
+    window_ns = shared_ns(joined)[rows]
     median_ns = float(np.median(window_ns))
     position = joined.step[rows] - joined.step[rows[0]]
     if position[-1] >= 2 * len(rows):
@@ -104,13 +105,6 @@ def _series_ns(joined: JoinedSteps, rows: wire.Ints) -> Floats:
     series_ns = np.full(int(position[-1]) + 1, median_ns)
     series_ns[position] = np.minimum(window_ns, 4 * median_ns)
     return series_ns
-
-
-def _shared_ns(joined: JoinedSteps) -> Floats:
-    """Return the time of each step that its ranks share: each phase on the lower median rank, the shortest wait."""
-    lower = (len(joined.ranks) - 1) // 2
-    phases_ns = np.sort(joined.phases_ns, axis=1)[:, lower].sum(axis=1)
-    return np.asarray(np.minimum(phases_ns + joined.exposed_ns.min(axis=1), joined.window_ns))
 
 
 def _size(swing: _Swing) -> float:
