@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
 from hypothesis import given
@@ -47,10 +49,10 @@ def test_a_sparse_gradient_gets_its_own_bucket() -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(4, 400), st.randoms(use_true_random=False))
-def test_every_parameter_is_in_one_bucket_in_the_given_order(sizes: list[int], limit: int, random: object) -> None:
+def test_every_parameter_is_in_one_bucket_in_the_given_order(sizes: list[int], limit: int, random: Random) -> None:
     model = parameters(*sizes)
     order = list(range(len(model)))
-    random.shuffle(order)  # type: ignore[attr-defined]
+    random.shuffle(order)
     buckets = assignment.assign_in_order(model, order, [limit], dense(len(model)))
     assert [member for members in buckets for member in members] == order
     for members in buckets[:-1]:

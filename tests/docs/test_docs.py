@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from ddpobs_server.api import concurrency
 from ddpobs_server.operations import retention
@@ -155,18 +156,24 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) < 600
 
 
+def commands_of(program: typer.Typer) -> dict[str, Any]:
+    group: Any = get_command(program)
+    commands: dict[str, Any] = group.commands
+    return commands
+
+
 def test_the_operators_guide_has_every_setting_command_and_alert_of_the_collector() -> None:
     rules = yaml.safe_load((ROOT / "dashboards" / "prometheus" / "alerts.yml").read_text())["groups"]
     required = [rf"`DDPOBS_SERVER_{name.upper()}`" for name in Settings.model_fields]
     required += [f"`{rule['alert']}`" for group in rules for rule in group["rules"]]
-    required += [f"ddpobs-server {command}" for command in get_command(server_cli).commands if command != "serve"]  # type: ignore[attr-defined]
+    required += [f"ddpobs-server {command}" for command in commands_of(server_cli) if command != "serve"]
     assert [pattern for pattern in required if not re.search(pattern, OPERATIONS)] == []
 
 
 def test_the_terminal_page_has_every_command_with_each_of_its_options() -> None:
     page = (ROOT / "docs" / "terminal.md").read_text()
     missing = []
-    for name, command in get_command(cli.main).commands.items():  # type: ignore[attr-defined]
+    for name, command in commands_of(cli.main).items():
         row = re.search(rf"^\| `ddpobs {name}\b(.*)$", page, re.MULTILINE)
         options = [parameter.opts[0] for parameter in command.params if parameter.param_type_name == "option"]
         common = {"--collector", "--help", *(["--run"] if name == "run" else [])}

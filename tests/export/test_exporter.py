@@ -20,7 +20,7 @@ from ddpobs.config import TelemetryConfig
 from ddpobs.export.exporter import Exporter
 from ddpobs.export.spool import Spool
 from tests.support.exporters import IDENTITY, encode, event, exporter, kinds
-from tests.support.integration.collectors import absent, acknowledge, collector, rubbish, status
+from tests.support.integration.collectors import Reply, absent, acknowledge, collector, rubbish, status
 
 
 def test_a_batch_reaches_the_collector_whole(tmp_path: Path) -> None:
@@ -66,8 +66,8 @@ def test_records_from_the_last_periodic_calls_are_sent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("reply", [status(500), status(503), status(429), status(408), rubbish])
-def test_a_retry_has_the_same_body(tmp_path: Path, reply: Callable[..., object]) -> None:
-    with collector(reply, acknowledge) as server:  # type: ignore[arg-type]
+def test_a_retry_has_the_same_body(tmp_path: Path, reply: Callable[[str], Reply]) -> None:
+    with collector(reply, acknowledge) as server:
         running = exporter(server.url, tmp_path)
         running.offer(event())
         patience.until(lambda: len(server.puts) == 2)

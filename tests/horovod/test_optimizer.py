@@ -15,7 +15,7 @@ import ddpobs.horovod as hvd
 from ddpobs.errors import HorovodError, ModelsDifferError, ReducerError, StepOrderError
 from ddpobs.horovod.compression import Compressor
 from ddpobs.horovod.optimizer_arguments import fusion_threshold
-from tests.support.distributed.compare import batch, net
+from tests.support.distributed.compare import batch, grad, net
 from tests.support.distributed.horovod import alone, half_used, how_close, loss, raised, together
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
@@ -92,7 +92,7 @@ def rules(rank: int, ranks: int) -> dict[str, Any]:
     loss(model, rank, 1).backward()
     results["a third pass"] = raised(StepOrderError, lambda: loss(model, rank, 2).backward())
     optimizer.synchronize()
-    reduced = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+    reduced = [grad(parameter).clone() for parameter in model.parameters()]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     with optimizer.skip_synchronize():
         optimizer.step()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ddpobs.horovod as hvd
-from tests.support.distributed.compare import batch
+from tests.support.distributed.compare import batch, grad
 from tests.support.distributed.launch import run_ranks
 
 USES = [(0, 1), (), (0,), (0, 1)]
@@ -66,7 +66,7 @@ def trained(prepare: Callable[[Any], None], rank: int, twice: bool, **options: A
         if twice:
             optimizer.synchronize()
         optimizer.step()
-        were_sparse.add(model.table.weight.grad.is_sparse)  # type: ignore[union-attr]
+        were_sparse.add(grad(model.table.weight).is_sparse)
     return model, were_sparse
 
 
@@ -99,7 +99,7 @@ def changing(rank: int, ranks: int) -> list[bool]:
         for _ in range(2):
             table(torch.tensor([rank, 5])).sum().backward()
         optimizer.step()
-        were_sparse.append(table.weight.grad.is_sparse)  # type: ignore[union-attr]
+        were_sparse.append(grad(table.weight).is_sparse)
     return were_sparse
 
 

@@ -241,7 +241,9 @@ def test_the_hooks_see_loader_backward_and_optimizer_and_leave_nothing_behind(tr
     finally:
         hooks.remove()
     training.journal.entries.catch_up()
-    recorded = {phase for phase, _ in training.journal.entries._tracker.raw.switches}  # type: ignore[union-attr]
+    raw = training.journal.entries._tracker.raw
+    assert raw is not None
+    recorded = {phase for phase, _ in raw.switches}
     assert {wire.PHASES[phase] for phase in recorded} >= {"data", "forward", "backward", "optimizer"}
     assert (torch.autograd.backward, torch.save, torch.utils.data.DataLoader.__iter__) == originals
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from benchmarks.parameter_server import ParameterServer
 from ddpobs import DistributedDataParallel
 from ddpobs.errors import ModelsDifferError, ReducerError, UnusedParametersError
-from tests.support.distributed.compare import close, same
+from tests.support.distributed.compare import close, grad, same
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
 from tests.support.distributed.streams import cpu_streams, stand_in_stream
@@ -146,7 +147,7 @@ STRATEGIES: list[Any] = ["fp16", "bf16", "int8", "topk:0.5", "powersgd:1", Param
 def train_with_strategies(rank: int, world_size: int) -> dict[Any, list[list[float]]]:
     sums = {}
     for name in STRATEGIES:
-        results = train(rank, lambda model, name=name: DistributedDataParallel(model, comm=name))  # type: ignore[misc]
+        results = train(rank, partial(DistributedDataParallel, comm=name))
         sums[name] = [[float(t.double().sum()), float(t.double().abs().max())] for t in results]
         dist.barrier()
     return sums
@@ -178,7 +179,7 @@ def unfreeze_on_some_ranks(rank: int, world_size: int) -> list[str]:
     model.second.requires_grad_(True)
     ddp.zero_grad()
     ddp(batch(rank, 5)).pow(2).mean().backward()
-    errors.append(str(float(model.first.weight.grad.double().sum())))  # type: ignore[union-attr]
+    errors.append(str(float(grad(model.first.weight).double().sum())))
     return errors
 
 
@@ -236,7 +237,7 @@ def swap_stages(rank: int, world_size: int) -> list[float]:
             model.second.requires_grad_(True)
         ddp.zero_grad()
         ddp(batch(rank, step)).pow(2).mean().backward()
-    return [float(model.second.weight.grad.double().sum())]  # type: ignore[union-attr]
+    return [float(grad(model.second.weight).double().sum())]
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import zstandard
 
@@ -22,8 +23,8 @@ def encode(records: Sequence[object], envelope: Envelope) -> wire.Batch:
     return wire.Batch(version=wire.VERSION, **vars(envelope), events=events)
 
 
-def exporter(url: str, folder: Path, **settings: float) -> Exporter:
-    config = TelemetryConfig(collector=url, spool=folder, flush_s=0.05, **settings)  # type: ignore[arg-type]
+def exporter(url: str, folder: Path, **settings: Any) -> Exporter:
+    config = TelemetryConfig(collector=url, spool=folder, flush_s=0.05, **settings)
     running = Exporter(config, encode)
     running.identify(IDENTITY)
     running.start()

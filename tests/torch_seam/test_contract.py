@@ -259,7 +259,7 @@ def test_a_queued_callback_runs_once_after_the_last_gradient() -> None:
 
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(ready)
-    sum(p.sum() for p in parameters).backward()  # type: ignore[union-attr]
+    torch.stack([p.sum() for p in parameters]).sum().backward()
     assert order == ["gradient"] * 3 + ["end"]
 
 

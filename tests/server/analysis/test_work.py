@@ -14,7 +14,7 @@ from ddpobs_server.analysis.slow_ranks.facts import SlowRankFacts
 from ddpobs_server.analysis.slow_ranks.work import fit_work
 
 from ddpobs import wire
-from tests.support.analysis.judged import facts_of
+from tests.support.analysis.judged import facts_of, findings_in
 from tests.support.analysis.scenario import MS, Floats, columns, evidence_of, flat, with_columns
 
 FIXED_MS, MS_PER_TOKEN, TOKENS = 20.0, 0.05, 800.0
@@ -76,7 +76,7 @@ def late_ns(evidence: Evidence, excess_ms: Floats) -> float:
 
 def findings(judgement: Judgement) -> list[Finding]:
     assert not any(isinstance(result, NotJudged) for result in judgement)
-    return list(judgement)  # type: ignore[arg-type]
+    return findings_in(judgement)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

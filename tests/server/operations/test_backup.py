@@ -74,13 +74,17 @@ def assert_whole(database_url: str, at_least: int, at_most: int) -> None:
     assert (len(ranks), len(span_ranks)) == (len(keys) * STEPS, len(keys) * STEPS * 2)
 
 
+def wait_for_ten_more(acknowledged: Callable[[], int]) -> None:
+    begin = acknowledged()
+    patience.until(lambda: acknowledged() > begin + 10)
+
+
 def test_a_backup_under_load_has_whole_batches_and_can_be_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with collector(tmp_path) as running, load(running.url) as acknowledged:
         for number in range(2):
-            begin = acknowledged()
-            patience.until(lambda begin=begin: acknowledged() > begin + 10)  # type: ignore[misc]
+            wait_for_ten_more(acknowledged)
             lower = acknowledged()
             file = tmp_path / f"backup-{number}"
             done = command("backup", str(file), "--database-url", f"sqlite:///{running.database}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ddpobs_server.operations.limit_usage import LimitUsage
@@ -18,9 +19,9 @@ from tests.support.server.batches import batch, layout, put
 from tests.support.server.own_metrics import metrics
 
 
-def usage(store: Store, **limits: int) -> dict[str, float]:
+def usage(store: Store, **limits: Any) -> dict[str, float]:
     registry = CollectorRegistry()
-    settings = Settings(**limits)  # type: ignore[arg-type]
+    settings = Settings(**limits)
     workspaces = WorkspaceLimits(settings, store)
     workspaces.refresh()
     LimitUsage(settings, workspaces, store, registry).measure()

@@ -63,7 +63,7 @@ def test_a_kind_of_line_is_written_ten_times_and_then_counted(
 ) -> None:
     lines("json")
     stream, now = io.StringIO(), time.monotonic()
-    monkeypatch.setattr(logs.time, "monotonic", lambda: now)  # type: ignore[attr-defined]
+    monkeypatch.setattr(f"{logs.__name__}.time.monotonic", lambda: now)
     logs.configure("info", "json", stream)
 
     def log_event(number: int, kind: str = "this") -> None:

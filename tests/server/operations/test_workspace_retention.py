@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ddpobs_server.operations.retention import RetentionJob
@@ -18,14 +19,13 @@ DAY_NS = 86_400 * 10**9
 
 def fill(store: Store, run: str, batches: int) -> None:
     for seq in range(batches):
-        sent = batch(run, seq, spans=spans(500 * seq, 500))
-        packed = wire.pack_spans(sent.spans)  # type: ignore[arg-type]
-        arrival = Arrival(batch(run, seq, spans=sent.spans, packed_spans=packed), bytes([seq]), 1, 1)
+        rows = spans(500 * seq, 500)
+        arrival = Arrival(batch(run, seq, spans=rows, packed_spans=wire.pack_spans(rows)), bytes([seq]), 1, 1)
         store.ingest([arrival])
 
 
-def retain(store: Store, day: float, **settings: float) -> None:
-    RetentionJob(Settings(**settings), store, CollectorRegistry()).run_once(int(day * DAY_NS))  # type: ignore[arg-type]
+def retain(store: Store, day: float, **settings: Any) -> None:
+    RetentionJob(Settings(**settings), store, CollectorRegistry()).run_once(int(day * DAY_NS))
 
 
 def test_a_workspace_with_its_own_age_loses_its_silent_runs_alone(store: Store) -> None:

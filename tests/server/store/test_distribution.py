@@ -45,8 +45,11 @@ def test_every_statement_is_confined_to_a_run(
         columns: dict[str, Any] = {
             name: np.ones(2, np.int64) for name in wire.Peers.__struct_fields__ if name not in counted
         }
-        records = {"events": [wire.Event(kind="goodbye", at_ns=0)], "peers": [wire.Peers(**counted, **columns)]}
-        put(http, batch("a", 9, attempt="b" * 16, source="b" * 16, **records))  # type: ignore[arg-type]
+        records: dict[str, Any] = {
+            "events": [wire.Event(kind="goodbye", at_ns=0)],
+            "peers": [wire.Peers(**counted, **columns)],
+        }
+        put(http, batch("a", 9, attempt="b" * 16, source="b" * 16, **records))
         for rank in range(2):
             died = wire.Event(kind="died", at_ns=0, detail={"rank": rank, "source": "c" * 16})
             put(http, batch("a", 9, rank, fingerprints=[fingerprint(0, gradients=[rank, 1])], events=[died]))

@@ -108,8 +108,8 @@ def test_a_request_succeeds_only_with_its_scope(
 ) -> None:
     url = guarded["url"]
     put(url, batch("a-run", steps=steps(0, 2)), **guarded["admin"])
-    content = {"content": b""} if method == "PUT" else {}
-    answer = httpx.request(method, url + where, headers=guarded[holder], **content)  # type: ignore[arg-type]
+    content = b"" if method == "PUT" else None
+    answer = httpx.request(method, url + where, headers=guarded[holder], content=content)
     if scope in HOLDERS[holder] | {""}:
         assert answer.status_code not in (401, 403), answer.text
     else:

@@ -17,12 +17,12 @@ def process(
     *,
     until_s: int = 100,
     stuck_s: int = 0,
-    outside: dict[str, int] | list[wire.Outside] | None = None,
+    outside: dict[Any, int] | list[wire.Outside] | None = None,
     **fields: Any,
 ) -> Process:
     """A process that started at 0; its imports end after 5 s, its module is ready after 10 s."""
     if isinstance(outside, dict):
-        outside = [wire.Outside(kind=kind, total_ns=s * S, count=1) for kind, s in outside.items()]  # type: ignore[arg-type]
+        outside = [wire.Outside(kind=kind, total_ns=s * S, count=1) for kind, s in outside.items()]
     known: dict[str, Any] = {"started_ns": 0, "imported_ns": 5 * S, "ready_ns": 10 * S, "until_ns": until_s * S}
     account = wire.Account(**known | {"phases_ns": [0] * len(wire.PHASES), "outside": outside or []} | fields)
     return Process(rank, account, stuck_ns=stuck_s * S)

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.distributed.compare import grad
+
 SEEDS = (*range(24), 113, 146)
 """Includes 113, in which bfloat16 gradients were partly in a bucket, and 146, in which a script replaced gradients."""
 WIDTH = 8
@@ -134,7 +136,7 @@ class Training:
 
     def replace_gradients(self) -> None:
         for parameter in self.dense_parameters():
-            parameter.grad = 2 * parameter.grad.clone()  # type: ignore[union-attr]
+            parameter.grad = 2 * grad(parameter).clone()
 
     def load_state(self) -> None:
         self.ddp.load_state_dict({name: tensor.clone() for name, tensor in self.ddp.state_dict().items()})
@@ -143,11 +145,11 @@ class Training:
 
     def clip(self) -> None:
         for parameter in self.dense_parameters():
-            parameter.grad.clamp_(-0.01, 0.01)  # type: ignore[union-attr]
+            grad(parameter).clamp_(-0.01, 0.01)
 
     def detach(self) -> None:
         for parameter in self.dense_parameters():
-            parameter.grad = parameter.grad.detach().clone()  # type: ignore[union-attr]
+            parameter.grad = grad(parameter).detach().clone()
 
     def clear_some(self) -> None:
         for parameter in self.parameters[::2]:

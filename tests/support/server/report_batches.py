@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 from ddpobs_server.store import Arrival, Store
@@ -15,7 +16,7 @@ RUN, ATTEMPT = "a-run", "0123456789abcdef"
 RANKS = 3
 
 
-def batch(rank: int, seq: int, **records: object) -> wire.Batch:
+def batch(rank: int, seq: int, **records: Any) -> wire.Batch:
     return wire.Batch(
         version=wire.VERSION,
         run=RUN,
@@ -27,7 +28,7 @@ def batch(rank: int, seq: int, **records: object) -> wire.Batch:
         emitted=100,
         dropped=0,
         anchor=wire.Anchor(wall_ns=0, monotonic_ns=0),
-        **records,  # type: ignore[arg-type]
+        **records,
     )
 
 

@@ -82,7 +82,8 @@ def test_parameters_that_are_spread_over_the_buckets_are_sorted_by_their_arrival
     ready_ns = np.array([0, 38, 2, 40, 4, 39, 6, 37]) * 10**6
     samples = [(rank, wire.Readiness(step=8, module=0, revision=0, ready_ns=ready_ns)) for rank in range(2)]
     sampled = replace(spread, readiness=samples).evidence(**FACTS)
-    sampled.columns._layout = wire.Layout(module=0, name="m", revision=0, comm="x", buckets=halves)  # type: ignore[union-attr]
+    columns: Any = sampled.columns
+    columns._layout = wire.Layout(module=0, name="m", revision=0, comm="x", buckets=halves)
     finding = only(bucket_order(sampled))
     assert layout.buckets
     assert finding.gain is not None

@@ -207,7 +207,8 @@ def test_without_spans_the_share_is_reported_and_no_cause() -> None:
 
 def test_spans_without_their_layout_are_a_reason_not_to_know() -> None:
     evidence = large().evidence()
-    evidence.columns._layout = Run([], []).layout()  # type: ignore[union-attr]
+    columns_of_run: Any = evidence.columns
+    columns_of_run._layout = Run([], []).layout()
     finding = only(comm_bound(evidence))
     assert (
         link_facts(finding).not_known_because
