@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from unittest import mock
 
 import httpx._transports.default as transports
 import pytest
@@ -27,7 +28,7 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 # Otherwise each `httpx.get` reads the certificates of all authorities, which takes longer than most answers.
-vars(transports).update(create_ssl_context=cache(create_ssl_context))
+mock.patch.object(transports, "create_ssl_context", cache(create_ssl_context)).start()
 
 # On a busy machine an answer may take longer than httpx's five seconds; a test with a limit sets its own.
 for name in ("connect", "read", "write", "pool"):

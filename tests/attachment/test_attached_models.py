@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def collect_in_the_next_attach() -> None:
         gc.collect()
         return join(*args)
 
-    vars(telemetry)["join"] = collecting
+    mock.patch.object(telemetry, "join", collecting).start()
 
 
 def trainings(rank: int, world_size: int) -> dict[str, Any]:
