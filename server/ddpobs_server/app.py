@@ -31,6 +31,7 @@ from ddpobs_server.ingest.memory_budget import IngestMemoryBudget
 from ddpobs_server.ingest.series_ledger import SeriesLedger
 from ddpobs_server.ingest.writer import Writer
 from ddpobs_server.metrics.scrape import RunRenderer
+from ddpobs_server.metrics.scrapes import Scrapes
 from ddpobs_server.operations import logs, self_check
 from ddpobs_server.operations.commands import cli, open_store, print_error
 from ddpobs_server.operations.health_monitor import HealthMonitor
@@ -147,7 +148,7 @@ async def _open(settings: Settings, registry: CollectorRegistry) -> Services:
         response_slots=slots[1],
         reports=reports,
         pictures=Pictures(store, reports, settings),
-        scrapes=metrics.Scrapes(RunRenderer(settings, store, reports), registry, limits.share),
+        scrapes=Scrapes(RunRenderer(settings, store, reports), registry, limits.share),
         writer=writer,
         admission=Admission(settings, limits, store),
         memory_budget=memory_budget,

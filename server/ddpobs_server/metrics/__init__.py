@@ -6,17 +6,17 @@ import asyncio
 import gzip
 import logging
 import time
-from collections.abc import Callable
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from typing_extensions import override
 
 from ddpobs_server.metrics.metric import END, Render
-from ddpobs_server.metrics.scrape import RunRenderer, Scrape
+from ddpobs_server.metrics.scrape import Scrape
+from ddpobs_server.metrics.scrapes import WAIT_S
 from ddpobs_server.web.auth import Caller, needs
 from ddpobs_server.web.fair_slots import FairSlots
 from ddpobs_server.web.placed_route import PlacedRoute
@@ -26,13 +26,6 @@ from ddpobs_server.web.workspace_limits import Limits
 from ddpobs_server.web.workspace_usage import Usage, UsageMetrics
 
 _log = logging.getLogger(__name__)
-_SCRAPES, _WAIT_S = 2, 5.0
-"""Scrapes that read runs at the same time, each on its own connection, and the seconds further ones wait.
-
-Scrapes do not take the reads' slots, so slow reads do not delay them.
-"""
-_UNSENT_SCRAPES = 4
-"""Large responses that are sent; each may take 64 MB, and more clients than that are rare."""
 _GZIP_LEVEL = 1
 """The lines repeat so much that higher levels save little and cost several times as long."""
 
@@ -51,31 +44,6 @@ router = APIRouter(tags=["metrics"], route_class=_ScrapeRoute)
 def install(app: FastAPI) -> None:
     """Add `/metrics`."""
     app.include_router(router)
-
-
-class Scrapes:
-    """The places of scrapes, and the metrics about them.
-
-    Args:
-        renderer: Renders the runs.
-        registry: The collector's own metrics.
-        share: A workspace's part of the places.
-    """
-
-    def __init__(self, renderer: RunRenderer, registry: CollectorRegistry, share: Callable[[str], float]) -> None:
-        self.renderer, self.registry = renderer, registry
-        self.slots, self.places = FairSlots(_SCRAPES, share), FairSlots(_UNSENT_SCRAPES, share)
-        self.seconds = Gauge("ddpobs_server_scrape_seconds", "Duration of the last scrape.", registry=registry)
-        self.failures = Counter(
-            "ddpobs_server_scrape_failures",
-            "Scrapes that ended with 503: the runs could not be read.",
-            registry=registry,
-        )
-        self.runs_left_out = Counter(
-            "ddpobs_server_scrape_runs_left_out",
-            "Runs that did not fit into a response of /metrics.",
-            registry=registry,
-        )
 
 
 OnlyQuery = Annotated[
@@ -141,7 +109,7 @@ async def _render_runs(services: Services, workspace: str, render: Render) -> by
     if not services.health.database_answers:
         raise _failure(services, str(services.health.problem))
     try:
-        async with asyncio.timeout(_WAIT_S):
+        async with asyncio.timeout(WAIT_S):
             await services.scrapes.slots.acquire(workspace)
         try:
             scrape: Scrape = await run_in_threadpool(services.scrapes.renderer.render, workspace, render)

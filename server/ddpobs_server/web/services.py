@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # Only their types: a route asks for the parts that it knows.
     from ddpobs_server.ingest.admission import Admission
     from ddpobs_server.ingest.memory_budget import IngestMemoryBudget
     from ddpobs_server.ingest.writer import Writer
-    from ddpobs_server.metrics import Scrapes
+    from ddpobs_server.metrics.scrapes import Scrapes
     from ddpobs_server.operations.health_monitor import HealthMonitor
     from ddpobs_server.operations.retention import RetentionJob
     from ddpobs_server.reports.reports import Reports
