@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable
 
 _RANGES = re.compile(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*")
-_MAX_PROCESSORS = 4096
+_MAX_PROCESSORS = 8192
+"""Linux numbers no more; a text may name any."""
 
 
 def format_processors(numbers: Iterable[int]) -> str:
@@ -21,7 +22,10 @@ def parse_processors(text: object) -> frozenset[int]:
     """Read processors from ranges; none from any other text."""
     if not isinstance(text, str) or not _RANGES.fullmatch(text):
         return frozenset()
-    ends = [part.split("-") for part in text.split(",")]
-    return frozenset().union(
-        *(range(int(part[0]), min(int(part[-1]), int(part[0]) + _MAX_PROCESSORS) + 1) for part in ends)
-    )
+    ranges = sorted({(int(part.split("-")[0]), int(part.split("-")[-1])) for part in text.split(",")})
+    numbers: set[int] = set()
+    reached = 0
+    for first, last in ranges:  # Each number once, however often the text has it.
+        numbers.update(range(max(first, reached), min(last, _MAX_PROCESSORS - 1) + 1))
+        reached = max(reached, last + 1)
+    return frozenset(numbers)

@@ -10,6 +10,7 @@ from ddpobs.wire.coding import JSON, MSGPACK, acknowledgement, decode, encode, e
 from ddpobs.wire.fields import (
     COMM_KINDS,
     LONGEST_NS,
+    MAX_STEP,
     NO_ORIGIN,
     OUTSIDE_KINDS,
     OWN_PHASES,
@@ -45,6 +46,7 @@ __all__ = [
     "COMM_KINDS",
     "JSON",
     "LONGEST_NS",
+    "MAX_STEP",
     "MSGPACK",
     "NO_ORIGIN",
     "OUTSIDE_KINDS",

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ddpobs.errors import WireError
 from ddpobs.wire.columns import Columns, Range, ranges_of
-from ddpobs.wire.facts import check_event
+from ddpobs.wire.facts import SettingFacts, check_event, check_facts
 from ddpobs.wire.fields import PHASES, UNKNOWN, Ints
 from ddpobs.wire.pulse import RANK_TEXT
 from ddpobs.wire.rows import Comms, Spans, Steps
@@ -42,6 +42,8 @@ def check(batch: Batch) -> None:
         _check_comms(batch.comms, batch.anchor)
     for index, peers in enumerate(batch.peers):
         _check_peers(f"peers[{index}]", peers, batch.world_size)
+    if batch.hello is not None:
+        check_facts("hello.settings", batch.hello.settings, SettingFacts)
     if batch.pulse is not None and not all(map(RANK_TEXT.fullmatch, batch.pulse.processes)):
         raise WireError("pulse.processes", "ranks as keys", "another text")
     for index, event in enumerate(batch.events):

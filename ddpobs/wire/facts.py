@@ -12,7 +12,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from ddpobs.errors import WireError
-from ddpobs.wire.fields import UNKNOWN, Count, CountOrUnknown, Index, Name, Nanoseconds, Rank, Record, Scalar
+from ddpobs.wire.fields import UNKNOWN, Count, CountOrUnknown, Index, Name, Nanoseconds, Rank, Record, Scalar, Size
 from ddpobs.wire.pulse import Activity
 from ddpobs.wire.schema import Event
 from ddpobs.wire.text import NONCE
@@ -151,6 +151,26 @@ class ModuleFacts(Record, frozen=True, kw_only=True):
     reason: Name = ""
 
 
+class SettingFacts(Record, frozen=True, kw_only=True):
+    """Settings of a hello that the collector computes with.
+
+    Attributes:
+        group_ranks: Number of ranks of the module's process group; None if it is not known.
+        threads: Number of threads of torch; 0 if it is not known.
+        processors: Processors that the process may use, as ranges: `0-3,8`.
+        bucket_cap_mb: Limit of a bucket's size, in MiB; None if it is not known.
+        tags: Tags of the run, separated by commas.
+        note: Note about the run.
+    """
+
+    group_ranks: Size | None = None
+    threads: Rank = 0
+    processors: str = ""
+    bucket_cap_mb: Annotated[float, msgspec.Meta(ge=0, le=2**63)] | None = None
+    tags: str = ""
+    note: str = ""
+
+
 FORMS: dict[str, type[Record]] = {
     **dict.fromkeys(("failed", "terminated", "interrupted", "died", "resumed"), EndFacts),
     "stuck": StuckFacts,
@@ -183,13 +203,21 @@ def check_event(field: str, event: Event) -> None:
     Raises:
         WireError: Names the fact.
     """
-    if (form := FORMS.get(event.kind)) is None:
-        return
+    if (form := FORMS.get(event.kind)) is not None:
+        check_facts(f"{field}.detail", event.detail, form)
+
+
+def check_facts(field: str, given: Mapping[str, Scalar], form: type[Record]) -> None:
+    """Refuse facts of another type than the form's.
+
+    Raises:
+        WireError: Names the fact.
+    """
     try:
-        msgspec.convert(_given(event.detail), form)
+        msgspec.convert(_given(given), form)
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$.")
-        raise WireError(f"{field}.detail.{path.rstrip('`')}", "the wire schema", reason) from None
+        raise WireError(f"{field}.{path.rstrip('`')}", "the wire schema", reason) from None
 
 
 def _given(detail: Mapping[str, Scalar]) -> dict[str, Scalar]:

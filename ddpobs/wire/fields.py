@@ -35,7 +35,8 @@ Ranks (`Peers.straggler_<phase>`) and collector (the finding `straggler`) use th
 this project, written down with its false alarms in docs/methods/slow-ranks.md.
 """
 _MOST = 2**48
-MAX_INDEX = 2**20 - 1
+MAX_INDEX, MAX_STEP = 2**20 - 1, 2**40 - 1
+"""Largest number of a rank, module or bucket, and of a step: rank and step together fit into 64 bits."""
 
 Ints = columns.Ints
 RunId = Annotated[str, msgspec.Meta(pattern=STRICT_RUN_ID)]
@@ -60,6 +61,8 @@ DurationsOrUnknown = Annotated[Ints, Range(UNKNOWN, LONGEST_NS)]
 SignedDurations = Annotated[Ints, Range(-LONGEST_NS, LONGEST_NS)]
 Counts = Annotated[Ints, Range(0, _MOST)]
 CountsOrUnknown = Annotated[Ints, Range(UNKNOWN, _MOST)]
+StepNumbers = Annotated[Ints, Range(0, MAX_STEP)]
+StepNumbersOrUnknown = Annotated[Ints, Range(UNKNOWN, MAX_STEP)]
 Indexes = Annotated[Ints, Range(0, MAX_INDEX)]
 CommKinds = Annotated[Ints, Range(0, len(COMM_KINDS) - 1)]
 

@@ -13,6 +13,8 @@ from ddpobs.wire.fields import (
     DurationsOrUnknown,
     Indexes,
     SignedDurations,
+    StepNumbers,
+    StepNumbersOrUnknown,
     Times,
     TimesBetween,
 )
@@ -67,8 +69,8 @@ class Steps(columns.Columns):
         receive_wait_ns: Time of waits for another rank's message; `UNKNOWN` if not reported.
     """
 
-    step: Counts
-    collective: CountsOrUnknown
+    step: StepNumbers
+    collective: StepNumbersOrUnknown
     start_ns: Times
     end_ns: Times
     data_ns: Durations
@@ -117,7 +119,7 @@ class Spans(columns.Columns):
         done_ns: End of the communication on the rank's monotonic clock.
     """
 
-    step: Counts
+    step: StepNumbers
     module: Indexes
     revision: Counts
     bucket: Indexes
@@ -138,7 +140,7 @@ class Comms(columns.Columns):
         done_ns: End on the rank's monotonic clock.
     """
 
-    step: Counts
+    step: StepNumbers
     module: Indexes
     kind: CommKinds
     launched_ns: Times

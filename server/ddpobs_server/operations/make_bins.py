@@ -1,6 +1,7 @@
 """Keeps a run's bins of steps up to date.
 
-Bins of level 0 are made from columns when every rank has sent their steps; bins of the next level from four of them.
+Bins of level 0 are made from columns when every rank has sent their steps; bins of the next level from up to four of
+them, once no rank can add to them in order. A gap in the numbers of steps has no bins.
 """
 
 from __future__ import annotations
@@ -29,22 +30,41 @@ def update_step_bins(attempt: AttemptBins, now_ns: int) -> Iterator[int]:
         The number of bins, after each part; the caller may pause there.
     """
     sources, states = attempt.store.sources(attempt.run, attempt.attempt), attempt.states(0)
-    due = [number for number in range(_due_until(sources, now_ns)) if states.get(number, (True, 0))[0]]
-    for part in _consecutive(due, max(1, _READ_ROWS // max(1, len(sources)) // BIN_STEPS)):
+    until, stored = _due_until(sources, now_ns), attempt.store.bins_with_columns(attempt.run, attempt.attempt).tolist()
+    for part in _parts(_stale(stored, states, until), stored, _READ_ROWS // max(1, len(sources)) // BIN_STEPS):
         _make(attempt, part, states)
         yield len(part)
-    is_over = _is_over(sources, now_ns)
-    changed = set(due)
     for level in range(1, LEVELS):
-        present = attempt.states(level - 1)
-        if len(present) <= 1:
+        children = attempt.states(level - 1)
+        if len(children) <= 1:
             return
-        parents = {number // FACTOR for number in changed}
-        missing = {number // FACTOR for number in present} - attempt.states(level).keys()
-        changed = {number for number in parents | missing if is_over or _is_complete(number, present)}
-        for part in _consecutive(sorted(changed), max(1, _READ_ROWS // max(1, FACTOR * len(sources)))):
+        stored = sorted({number // FACTOR for number in children})
+        due_until = until // FACTOR**level + _is_over(sources, now_ns)
+        due = _stale(stored, attempt.states(level), due_until)
+        for part in _parts(due, stored, _READ_ROWS // max(1, FACTOR * len(sources))):
             _merge(attempt, level, part)
             yield len(part)
+
+
+def _stale(stored: list[int], states: dict[int, tuple[bool, int]], until: int) -> list[int]:
+    """Return the bins below `until` that are missing or stale."""
+    return [number for number in stored if number < until and states.get(number, (True, 0))[0]]
+
+
+def _parts(due: list[int], stored: list[int], most: int) -> Iterator[list[int]]:
+    """Split sorted bins into parts of at most `most`, with no other stored bin in between.
+
+    The range of a part is read at once. Steps may be far apart: a client chooses their numbers.
+    """
+    place = {number: index for index, number in enumerate(stored)}
+    part: list[int] = []
+    for number in due:
+        if part and (place[number] != place[part[-1]] + 1 or len(part) >= max(1, most)):
+            yield part
+            part = []
+        part.append(number)
+    if part:
+        yield part
 
 
 def _due_until(sources: list[Source], now_ns: int) -> int:
@@ -64,33 +84,17 @@ def _is_over(sources: list[Source], now_ns: int) -> bool:
     return all(source.ended for source in sources) or now_ns - latest_ns > _OVER_NS
 
 
-def _consecutive(numbers: list[int], most: int) -> Iterator[list[int]]:
-    """Split sorted numbers into parts of consecutive numbers, each of at most `most`."""
-    part: list[int] = []
-    for number in numbers:
-        if part and (number != part[-1] + 1 or len(part) == most):
-            yield part
-            part = []
-        part.append(number)
-    if part:
-        yield part
-
-
 def _make(attempt: AttemptBins, numbers: list[int], states: dict[int, tuple[bool, int]]) -> None:
     """Make the bins of level 0 from columns. A bin whose columns are removed in part stays as it is."""
     bounds = numbers[0] * BIN_STEPS, (numbers[-1] + 1) * BIN_STEPS - 1
     rank, steps = attempt.store.steps(attempt.run, attempt.attempt, None, *bounds)
-    counts = np.bincount(steps.step // BIN_STEPS - numbers[0], minlength=len(numbers)).tolist()
+    counts = np.bincount(np.searchsorted(numbers, steps.step // BIN_STEPS), minlength=len(numbers)).tolist()
     rows = dict(zip(numbers, counts, strict=True))
     removed_in_part = [number for number in numbers if rows[number] < states.get(number, (True, 0))[1]]
     for number in removed_in_part:
         attempt.store.keep_step_bin(attempt.run, attempt.attempt, number)
     whole_bins = [number for number in numbers if number not in removed_in_part]
     write_bins(attempt, 0, whole_bins, bins_of_steps(rank, steps, BIN_STEPS), rows)
-
-
-def _is_complete(number: int, present: dict[int, tuple[bool, int]]) -> bool:
-    return all(child in present for child in range(number * FACTOR, (number + 1) * FACTOR))
 
 
 def _merge(attempt: AttemptBins, level: int, numbers: list[int]) -> None:

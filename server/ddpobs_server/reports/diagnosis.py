@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.wire.facts import SettingFacts, read_facts
 from ddpobs_server.analysis.account.run_account import RunAccount, account_of
 from ddpobs_server.analysis.evidence import ColumnsTooLargeError, Evidence
 from ddpobs_server.analysis.finding import Finding, Interval, NotJudged, by_severity
@@ -223,7 +224,7 @@ def _absences(sources: list[Source], compared: wire.Ints) -> dict[str, list[int]
 
 def _separate_groups_reason(sources: list[Source], settings: dict[str, wire.Scalar]) -> str:
     """Return the reason if ranks do not wait for each other: the module's process group is a part of the world."""
-    world_size, ranks = world_size_of(sources), settings.get("group_ranks")
-    if type(ranks) is not int or not 0 < ranks < world_size:
+    world_size, ranks = world_size_of(sources), read_facts(settings, SettingFacts).group_ranks
+    if ranks is None or ranks >= world_size:
         return ""
     return f"DDP over {ranks} of {world_size} ranks: ranks of different process groups do not wait for each other"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from ddpobs import wire
+from ddpobs.wire.facts import SettingFacts, read_facts
 from ddpobs_server.store import Run, RunVersion, Store
 from ddpobs_server.web.run_faults import RunFaults
 
@@ -117,9 +118,8 @@ def _digest(parts: Sequence[tuple[int, float]], hello: wire.Hello | None) -> Run
 
 def trained_labels(hello: wire.Hello | None) -> tuple[tuple[str, ...], str]:
     """Return the tags and the note that the training set."""
-    settings = hello.settings if hello is not None else {}
-    tags, note = str(settings.get("tags", "")), str(settings.get("note", ""))
-    return tuple(tag for tag in tags.split(",") if tag), note
+    settings = read_facts(hello.settings if hello is not None else {}, SettingFacts)
+    return tuple(tag for tag in settings.tags.split(",") if tag), settings.note
 
 
 def labels_of(run: Run, trained: tuple[Sequence[str], str]) -> tuple[list[str], str]:

@@ -274,6 +274,7 @@ class Store:
     comms = _reads(column_queries.comms)
     readiness = _reads(column_queries.readiness)
     page_end = _reads(column_queries.page_end)
+    bins_with_columns = _reads(column_queries.bins_with_columns)
     estimate_rows = _reads(column_queries.estimate_rows)
 
     read_step_bins = _reads(stored_bins.step_bins)

@@ -25,6 +25,7 @@ from ddpobs_server.reports.read_bins import AttemptBins, Shown, read_step_bins
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival, Store
+from ddpobs_server.store.sums.stored_bins import BIN_STEPS, FACTOR, LEVELS
 from prometheus_client import CollectorRegistry
 
 from ddpobs import wire
@@ -283,3 +284,31 @@ def test_a_part_of_a_run_without_columns_is_judged_by_its_bins(store: Store) -> 
     (finding,) = [finding for finding in findings if finding["code"] == "straggler"]
     assert (finding["ranks"], finding["phase"]) == ([1], "data")
     assert finding["intervals"][0]["from"] == pytest.approx(600, abs=64)
+
+
+def test_steps_far_apart_have_a_bin_each_and_no_others(store: Store) -> None:
+    rank, steps = noisy(40, 2)
+    number = np.where(steps.step < 20, steps.step, wire.MAX_STEP - steps.step)
+    far = wire.Steps(**steps.by_name() | {"step": number})
+    send(store, rank, far)
+    attempt = AttemptBins(store, RUN, ATTEMPT)
+    assert store.bins_with_columns(RUN, ATTEMPT).tolist() == [0, wire.MAX_STEP // BIN_STEPS]
+    assert update(store) == 2 * LEVELS
+    assert [sorted(attempt.states(level)) for level in (0, 1)] == [
+        [0, wire.MAX_STEP // BIN_STEPS],
+        [0, wire.MAX_STEP // BIN_STEPS // FACTOR],
+    ]
+    assert update(store) == 0
+    assert read(store, wire.MAX_STEP, 500).column("steps").sum() == 80
+
+
+def test_a_late_step_makes_the_bins_of_every_level_anew(store: Store) -> None:
+    rank, steps = noisy(1200, 2)
+    late = (rank == 1) & (steps.step == 70)
+    send(store, rank[~late], steps.select(~late))
+    update(store)
+    arrive(store, 1, batch(RUN, seq=2 * 10**6, rank=1, steps=steps.select(late)))
+    assert update(store) == 4
+    for level in range(4):
+        rows = AttemptBins(store, RUN, ATTEMPT).read(level, (0, 10**6), Shown())
+        assert rows.column("steps").sum() == 2400

@@ -33,9 +33,13 @@ def waited_for(evidence: Evidence, rank: int, at_ns: int, gave_up: Collection[in
     first = evidence.pulses.get(rank)
     if first is None:
         return None
+    stuck: dict[int, list[wire.Event]] = {}
+    for of_rank, event in evidence.events:
+        if event.kind == "stuck":
+            stuck.setdefault(of_rank, []).append(event)
     states = []
     for each in range(evidence.world_size):
-        pulse = _pulse_at(evidence, each, at_ns, offsets_ns.get(each), first)
+        pulse = _pulse_at(evidence.pulses.get(each), stuck.get(each, ()), at_ns, offsets_ns.get(each), first)
         has_ended = each not in gave_up and bool(evidence.ended.get(each))
         if pulse is None and not has_ended:
             return None
@@ -45,15 +49,15 @@ def waited_for(evidence: Evidence, rank: int, at_ns: int, gave_up: Collection[in
     return verdict if rank in verdict.waiting and set(verdict.ranks) != set(range(evidence.world_size)) else None
 
 
-def _pulse_at(evidence: Evidence, rank: int, at_ns: int, offset_ns: int | None, first: wire.Pulse) -> wire.Pulse | None:
+def _pulse_at(
+    pulse: wire.Pulse | None, events: Iterable[wire.Event], at_ns: int, offset_ns: int | None, first: wire.Pulse
+) -> wire.Pulse | None:
     """Return what a rank did at a moment; None if it is not known."""
-    pulse = evidence.pulses.get(rank)
     if pulse is None or offset_ns is None:
         return None
     began_ns = offset_ns + pulse.at_ns - pulse.idle_ns
     if began_ns <= at_ns:
         return msgspec.structs.replace(pulse, idle_ns=at_ns - began_ns)
-    events = (event for of_rank, event in evidence.events if of_rank == rank and event.kind == "stuck")
     if stuck := next(filter(None, (_stuck_at(event, at_ns, pulse) for event in events)), None):
         return stuck
     is_at_moment = offset_ns + pulse.at_ns <= at_ns + _PULSE_NS

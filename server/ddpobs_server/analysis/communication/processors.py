@@ -11,6 +11,7 @@ from typing import Any
 from ddpobs import wire
 from ddpobs.shared.processors import parse_processors
 from ddpobs.shared.words import percent
+from ddpobs.wire.facts import SettingFacts, read_facts
 from ddpobs_server.analysis.evidence import Evidence
 
 _DELAYED_SHARE = 0.1
@@ -36,7 +37,14 @@ def shortage(evidence: Evidence) -> Shortage | str:
     A host lacks processors if its ranks' training and communication threads are more than its processors, if its load
     is above them, or if the kernel's counters show ranks that wait for a processor.
     """
-    by_host = [_of_host(evidence, host) for host in sorted(set(evidence.hosts.values()))]
+    hellos: dict[str, list[wire.Hello]] = {host: [] for host in sorted(set(evidence.hosts.values()))}
+    for hello in evidence.hellos.values():
+        hellos.setdefault(hello.host, []).append(hello)
+    loads: dict[str, float] = {}
+    for rank, pulse in evidence.pulses.items():
+        if (known := evidence.hosts.get(rank)) is not None:
+            loads[known] = max(_load(pulse), loads.get(known, 0.0))
+    by_host = [_of_host(evidence, host, own, loads.get(host, 0.0)) for host, own in hellos.items()]
     lacking = [result for result in by_host if isinstance(result, Shortage)]
     if lacking:
         return max(lacking, key=lambda result: result.facts["threads_per_processor"])
@@ -59,16 +67,14 @@ def delayed_share(evidence: Evidence) -> float | None:
     return float(delay_ns[recorded].sum() / max(1, int(took_ns.sum())))
 
 
-def _of_host(evidence: Evidence, host: str) -> Shortage | str:
+def _of_host(evidence: Evidence, host: str, hellos: list[wire.Hello], load: float) -> Shortage | str:
     """Return the lack of one host; a reason if it is not known, empty if there is none."""
-    hellos = [hello for hello in evidence.hellos.values() if hello.host == host]
-    threads = [hello.settings.get("threads") for hello in hellos]
-    cores = len(set().union(*(processors_of(hello) for hello in hellos)))
-    if not cores or not all(type(count) is int and count > 0 for count in threads):
+    settings = [read_facts(hello.settings, SettingFacts) for hello in hellos]
+    cores = len(frozenset().union(*map(parse_processors, {own.processors for own in settings})))
+    if not cores or not all(own.threads for own in settings):
         return f"processors and threads of host {host} are not recorded"
     gloo_threads = sum(hello.backend == "gloo" for hello in hellos)
-    runnable = sum(int(str(count)) for count in threads) + gloo_threads
-    load = max((_load(pulse) for rank, pulse in evidence.pulses.items() if evidence.hosts.get(rank) == host), default=0)
+    runnable = sum(own.threads for own in settings) + gloo_threads
     if max(float(runnable), load) <= cores:
         return ""
     facts = {
@@ -84,11 +90,6 @@ def _of_host(evidence: Evidence, host: str) -> Shortage | str:
         return Shortage(facts, f"the load of host {host} is {load:.1f} on {cores} processors")
     parts = f"{runnable} threads of training and communication" if gloo_threads else f"{runnable} training threads"
     return Shortage(facts, f"{len(hellos)} ranks with {parts} share {cores} processors of host {host}")
-
-
-def processors_of(hello: wire.Hello) -> frozenset[int]:
-    """Return the processors that a rank may use at its start."""
-    return parse_processors(hello.settings.get("processors"))
 
 
 def _load(pulse: wire.Pulse) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddpobs import wire
+from ddpobs.wire.facts import SettingFacts, read_facts
 from ddpobs_server.analysis.communication import link_model
 from ddpobs_server.analysis.communication.arrivals import arrivals
 from ddpobs_server.analysis.communication.step_replay import (
@@ -36,7 +36,7 @@ class BucketSizeFacts(Facts):
         saved_ns_by_cap_mb: Predicted saving of a step in nanoseconds, by limit in MB.
     """
 
-    bucket_cap_mb: wire.Scalar | None
+    bucket_cap_mb: float | None
     bucket_bytes: list[int]
     exposed_ns: int
     replay_error_ns: int
@@ -93,8 +93,8 @@ def _is_within(replay: Replay, sizes: Floats) -> bool:
 
 
 def _finding(evidence: Evidence, replay: Replay, cap: float, gains: dict[float, Gain]) -> Finding:
-    present, gain = evidence.settings.get("bucket_cap_mb"), gains[cap]
-    instead = f"instead of {present:g}, " if isinstance(present, int | float) else ""
+    present, gain = read_facts(evidence.settings, SettingFacts).bucket_cap_mb, gains[cap]
+    instead = f"instead of {present:g}, " if present is not None else ""
     return Finding(
         code="bucket-size",
         severity=advice_severity(gain),

@@ -114,7 +114,7 @@ def time_outside_steps(evidence: Evidence) -> Judgement:
             NotJudged("time-outside-steps", f"not known for {format_ranks(ranks)}, because {reason}")
             for reason, ranks in by_reason.items()
         ]
-    if sum(attempt.steps for attempt in account.attempts) < MIN_STEPS:
+    if account.rank_ns <= 0 or sum(attempt.steps for attempt in account.attempts) < MIN_STEPS:
         return [NotJudged("time-outside-steps", f"fewer than {MIN_STEPS} steps"), *missing]
     losses = _losses(account)
     share = sum(losses.values()) / account.rank_ns

@@ -7,7 +7,6 @@ import numpy as np
 from ddpobs import wire
 from ddpobs_server.analysis.steps.joined_steps import Floats, index_ranks
 
-_MAX_STEPS = 2**40
 _SHARED_STEPS = 4
 """Number of shared steps that suffice to align the ranks' clocks."""
 
@@ -91,7 +90,7 @@ def collectives_of(steps: tuple[wire.Ints, wire.Steps], rank: wire.Ints, step: w
     step_rank, columns = steps
     if not len(step_rank):
         return np.full_like(step, wire.UNKNOWN)
-    keys, row_keys = step_rank * _MAX_STEPS + columns.step, rank * _MAX_STEPS + step
+    keys, row_keys = step_rank * (wire.MAX_STEP + 1) + columns.step, rank * (wire.MAX_STEP + 1) + step
     order = np.argsort(keys)
     row = order[np.searchsorted(keys, row_keys, sorter=order).clip(max=len(keys) - 1)]
     return np.where(keys[row] == row_keys, columns.collective[row], wire.UNKNOWN)

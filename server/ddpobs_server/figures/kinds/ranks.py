@@ -84,7 +84,12 @@ def ranks(delays: DelayMap | None, shown: RankFilter, absent: Sequence[int], the
         (rank, shown.hosts.get(rank, ""), milliseconds(cost), percent(share, 1))
         for rank, cost, share in zip(table.ranks.tolist(), table.cost_ns, table.late_share, strict=True)
     ]
-    facts = {"first": int(table.first[0]), "last": int(table.last[-1]), "ranks": table.ranks.tolist(), "window": WINDOW}
+    facts = {
+        "first": int(table.first.min()),
+        "last": int(table.last.max()),
+        "ranks": table.ranks.tolist(),
+        "window": WINDOW,
+    }
     return Picture(NAME, TITLE, summary, plot, ("rank", "host", "delay a step", "late in"), values, facts)
 
 
@@ -95,7 +100,7 @@ def _scale_ms(table: DelayMap) -> float:
 
 
 def _draw(table: DelayMap, scale_ms: float, theme: Theme) -> figure:
-    count, first, end = len(table.ranks), int(table.first[0]), int(table.last[-1]) + 1
+    count, first, end = len(table.ranks), int(table.first.min()), int(table.last.max()) + 1
     height = 100 + 14 * max(7, min(count, WINDOW // 2))
     plot = steps_plot(
         NAME,

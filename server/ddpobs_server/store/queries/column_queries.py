@@ -18,6 +18,7 @@ from sqlalchemy import ColumnElement, Connection, Double, case, cast, func, sele
 from ddpobs import wire
 from ddpobs.wire.columns import Columns
 from ddpobs_server.store import chunks, schema
+from ddpobs_server.store.schema import ROLLUP_STEPS
 
 _PAGE_CHUNKS = 20_000
 """Most chunks in a page."""
@@ -167,6 +168,21 @@ def estimate_rows(connection: Connection, kind: str, run: str, attempt: str, fir
     overlapping = ColumnQuery(kind, run, attempt, None, first, last).overlapping()
     query = select(func.coalesce(func.sum(c.rows * share), 0.0)).where(*overlapping)
     return int(connection.execute(query).scalar_one())
+
+
+def bins_with_columns(connection: Connection, run: str, attempt: str) -> wire.Ints:
+    """Numbers of the bins of steps that have columns, in rising order, and few without a step in between.
+
+    The steps of a chunk may be far apart. Its payload is read only then.
+    """
+    c = schema.chunks.c
+    where = ColumnQuery("steps", run, attempt, None, None, None).overlapping()
+    is_sparse = c.last_step - c.first_step > ROLLUP_STEPS * c.rows
+    extents = connection.execute(select(c.first_step, c.last_step).where(*where, ~is_sparse).distinct())
+    parts = [np.arange(first // ROLLUP_STEPS, last // ROLLUP_STEPS + 1) for first, last in extents]
+    sparse = connection.execute(select(c.kind, c.rank, c.payload).where(*where, is_sparse))
+    parts += [np.unique(chunks.unpack(*row)["step"] // ROLLUP_STEPS) for row in sparse]
+    return np.unique(np.concatenate([_NONE, *parts]))
 
 
 def page_end(

@@ -9,7 +9,7 @@ in the batch's own transaction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,7 @@ def write_step_bins(
     level: int,
     rows: Iterable[tuple[int, int, int, wire.Ints]],
 ) -> None:
-    """Replace bins.
+    """Replace bins, and mark those of the next level as stale that hold them.
 
     Args:
         connection: In a transaction.
@@ -108,11 +108,11 @@ def write_step_bins(
     ]
     if not new:
         return
-    numbers = {row["bin"] for row in new}
-    connection.execute(
-        schema.step_bins.delete().where(_c.run_id == run, _c.attempt == attempt, _c.level == level, _c.bin.in_(numbers))
-    )
+    numbers, same = {row["bin"] for row in new}, (_c.run_id == run, _c.attempt == attempt)
+    connection.execute(schema.step_bins.delete().where(*same, _c.level == level, _c.bin.in_(numbers)))
     connection.execute(schema.step_bins.insert(), new)
+    parents = _c.bin.in_({number // FACTOR for number in numbers})
+    connection.execute(schema.step_bins.update().where(*same, _c.level == level + 1, parents).values(stale=1))
 
 
 def keep_step_bin(connection: Connection, run: str, attempt: str, number: int) -> None:
@@ -124,14 +124,21 @@ def keep_step_bin(connection: Connection, run: str, attempt: str, number: int) -
     )
 
 
-def mark_stale(connection: Connection, ranges: Iterable[tuple[str, str, int, int]]) -> None:
-    """Mark the bins as stale that hold some of these steps: (run, attempt, first step, last step)."""
-    keys = sorted({(run, attempt, first // BIN_STEPS, last // BIN_STEPS) for run, attempt, first, last in ranges})
+def mark_stale(connection: Connection, steps: Iterable[tuple[str, str, wire.Ints]]) -> None:
+    """Mark the bins as stale that hold some of these steps: (run, attempt, steps)."""
+    keys = sorted({(run, attempt, *extent) for run, attempt, own in steps for extent in _extents(own)})
     if keys:
         sql, order = compiled(_MARK_STALE, connection.dialect)
         rows = [dict(zip(("the_run", "the_attempt", "low", "high"), key, strict=True)) for key in keys]
         values = [tuple(row[name] for name in order) for row in rows] if order else rows
         connection.exec_driver_sql(sql, values)
+
+
+def _extents(steps: wire.Ints) -> Iterator[tuple[int, int]]:
+    """First and last of consecutive bins of steps."""
+    bins = np.unique(steps // BIN_STEPS)
+    begins = np.flatnonzero(np.diff(bins, prepend=-2) > 1)
+    yield from zip(bins[begins].tolist(), bins[np.append(begins[1:], len(bins)) - 1].tolist(), strict=True)
 
 
 def _planes(table: wire.Ints) -> bytes:

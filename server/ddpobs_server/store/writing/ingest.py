@@ -294,7 +294,7 @@ def _count_record_bytes(connection: Connection, growth: Mapping[str, int]) -> No
 
 def _write_sums(connection: Connection, arrivals: Sequence[Arrival], steps: Sequence[Joined]) -> Counter[str]:
     """Add to the sums. Returns the growth of the packed sums of buckets in bytes, by run."""
-    stored_bins.mark_stale(connection, (_extent(batch) for group in steps for batch in group.batches))
+    stored_bins.mark_stale(connection, (_steps_of(batch) for group in steps for batch in group.batches))
     _add(connection, schema.rollups, [(g.batches, rollups.step_windows(g.record, g.batch)) for g in steps])
     _add(connection, schema.step_histogram, [(g.batches, rollups.step_durations(g.record, g.batch)) for g in steps])
     with_peers = [arrival.batch for arrival in arrivals if arrival.batch.peers]
@@ -308,10 +308,10 @@ def _write_sums(connection: Connection, arrivals: Sequence[Arrival], steps: Sequ
     return bucket_sums.add(connection, by_bucket)
 
 
-def _extent(batch: wire.Batch) -> tuple[str, str, int, int]:
-    """Run, attempt, first and last step of a batch with steps."""
+def _steps_of(batch: wire.Batch) -> tuple[str, str, wire.Ints]:
+    """Run, attempt and steps of a batch with steps."""
     assert batch.steps is not None
-    return batch.run, batch.attempt, int(batch.steps.step.min()), int(batch.steps.step.max())
+    return batch.run, batch.attempt, batch.steps.step
 
 
 def _add(connection: Connection, table: Table, parts: Iterable[tuple[Sequence[wire.Batch], rollups.Sums]]) -> None:
