@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -225,13 +224,16 @@ def test_spooled_batches_are_sent_by_the_process_and_by_push(tmp_path: Path) -> 
         assert_stored_once(collector.url, "spooled", ranks.steps)
 
 
+def wait_for_a_drop(ranks: Ranks) -> None:
+    patience.until(lambda: ranks.exporters[0].dropped)
+
+
 def test_records_that_the_spool_could_not_hold_are_all_counted_as_dropped(tmp_path: Path) -> None:
     with RestartableCollector(tmp_path, start=False) as collector:
         live, ended = (Ranks(collector.url, run, tmp_path / run, count=1, spool_mb=0.02) for run in ("live", "ended"))
         for ranks in (live, ended):
             ranks.step(1000)
-            (exporter,) = ranks.exporters
-            patience.until(partial(getattr, exporter, "dropped"))
+            wait_for_a_drop(ranks)
         ended.stop()
         collector.start()
         patience.until(lambda: not count_spooled(live))
