@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
 from ddpobs import wire
 from ddpobs.config import TelemetryConfig
@@ -23,12 +22,13 @@ from ddpobs.shared.hang_verdict import ParameterNames
 from ddpobs.torch_seam.stores import StoreConnection
 
 _log = logging.getLogger("ddpobs")
+_READ_S = 0.02
 _PROMPT_S = 5.0
 """Seconds for which the leader answers requests at every look; afterwards it answers them at a pulse."""
 
 
 class Rendezvous:
-    """This rank's exchanges. No call waits for another rank.
+    """This rank's exchanges. No call but `await_readers` waits for another rank.
 
     The store ends with rank 0's process. Then each further call would print a page on stderr, so the exchanges stop
     before it.
@@ -77,8 +77,8 @@ class Rendezvous:
         try:
             default: Any = dist.distributed_c10d._get_default_store()
             self._connection = StoreConnection(default)
-            prefix = PrefixStore(f"ddpobs/meeting/{self._generation}", self._connection.store)
-            self._identities = IdentityExchange(prefix, self._rank, self._propose)
+            store = self._connection.prefixed(f"ddpobs/meeting/{self._generation}")
+            self._identities = IdentityExchange(store, self._rank, self._propose)
         except Exception as error:
             if not self._is_unreachable:
                 _log.warning("ddpobs: the ranks' store is not reachable, and is tried again: %s", error)
@@ -123,8 +123,17 @@ class Rendezvous:
                 self._identities.reply_to_others()
             if self._hangs is not None:
                 self._hangs.publish(pulse, ended)
-        if self._hang_log is not None and not ended:
+        if self._hang_log is not None and not (ended or self._store_gone):
             self._hang_log.follow(pulse)
+
+    def await_readers(self, timeout_s: float) -> None:
+        """On the leader, wait until the other ranks have read the identity: the store may end with this process."""
+        deadline = time.monotonic() + timeout_s
+        with self._until_store_is_gone():
+            while self._identities is not None and time.monotonic() < deadline:
+                if self._is_identified and self._identities.all_have_read():
+                    return
+                time.sleep(_READ_S)
 
     def close(self, timeout_s: float) -> None:
         """End the verdicts on hangs."""
@@ -149,13 +158,12 @@ class Rendezvous:
         self._is_identified = True
         name = f"ddpobs/{identity['attempt']}"
         assert self._connection is not None
-        store = self._connection.store
-        prefix = PrefixStore(name, store)
+        store, prefix = self._connection.store, self._connection.prefixed(name)
         self._hangs = HangReport(prefix, self._rank, self._world_size)
         self._hangs.publish(None)
 
         def connect() -> Any:
-            return PrefixStore(name, store.clone())
+            return StoreConnection(store).prefixed(name)
 
         self._hang_log = HangLog(connect, self._rank, self._world_size, self._parameters)
         if len(self._compared) > 1:

@@ -60,6 +60,7 @@ class IdentityExchange:
         """Return the shared identity once it has arrived at this rank."""
         if self._store.check([f"answers/{self._nonce}"]):
             answer: RunIdentity = json.loads(self._store.get(f"answers/{self._nonce}"))
+            self._store.add("read", 1)
             return answer
         if time.monotonic() - self._requested_at < self._patience_s:
             return None
@@ -68,7 +69,18 @@ class IdentityExchange:
         if self._store.compare_set("drawn", self._older, proposal).decode() != proposal:
             return None  # Another rank was faster, and will answer.
         self.is_leader, self._proposal = True, proposal
+        self._store.add("read", 1)
         return identity
+
+    def all_have_read(self) -> bool:
+        """Answer the open requests, and return whether every rank that asked has read its answer; the leader asks.
+
+        True on the other ranks, and for a store that holds an older identity: it outlives the ranks.
+        """
+        if not self.is_leader or self._older:
+            return True
+        self.reply_to_others()
+        return not self._unanswered and int(self._store.add("read", 0)) >= self._request_count
 
     def reply_to_others(self) -> None:
         """Answer the open requests, on the leader."""

@@ -15,6 +15,7 @@ from ddpobs.export.schedule import DONE
 from ddpobs.never_raises import never_raises
 from ddpobs.recording.hooks.collective_hooks import CollectiveHooks
 from ddpobs.recording.hooks.failure import UncaughtErrors
+from ddpobs.recording.hooks.group_end import GroupEnd
 from ddpobs.recording.hooks.interactive_session import InteractiveSession
 from ddpobs.recording.hooks.loader_hooks import LoaderHooks
 from ddpobs.recording.hooks.pipeline_hooks import PipelineHooks
@@ -87,12 +88,18 @@ class Observation:
         exporter.call_every(self._pulse_s, self._loaders.report_repeated_order)
         exporter.call_every(self._pulse_s, lambda: DONE if self.pipelines.install() else None)
 
-    def install_hooks(self, fail: Callable[[BaseException], None], end_cell: Callable[[], None]) -> None:
+    def install_hooks(
+        self,
+        fail: Callable[[BaseException], None],
+        end_cell: Callable[[], None],
+        leave: Callable[[], None],
+    ) -> None:
         """Install the hooks, outside of which training looks as without telemetry.
 
         Args:
             fail: Takes the error that ends the training.
             end_cell: Called when an interrupt ended a cell of a notebook.
+            leave: Called before the default process group is destroyed.
         """
         session = InteractiveSession(end_cell)
         for hook in (
@@ -102,6 +109,7 @@ class Observation:
             CollectiveHooks(self._journal),
             ProcessHooks(self._journal, self._event),
             self._loaders,
+            GroupEnd(leave),
         ):
             self._hooks.callback(hook.remove)
             hook.install()

@@ -52,6 +52,8 @@ _LOOK_S = 0.2
 """Seconds between looks for the run's identity."""
 _CLOSE_S = 0.2
 """Longest time that an exit waits for a read from the store, which a stopped process may never answer."""
+_READERS_S = 1.0
+"""Longest time that the rank with the ranks' store waits at its end until the others have read the run's id."""
 _PARENT_S = 0.5
 """Longest time that an exit waits until torchrun's agent, which looks every 0.1 s, has noted how a dead rank ended."""
 
@@ -149,7 +151,7 @@ class Telemetry:
         undo.callback(self._exporter.close, _CLOSE_S)
         self._exporter.start()
         undo.callback(self._observation.remove_hooks)
-        self._observation.install_hooks(self._ending.fail, self._ending.end_cell)
+        self._observation.install_hooks(self._ending.fail, self._ending.end_cell, self._await_readers)
         undo.callback(self._observation.unreduced.remove)
         self._observation.unreduced.install()
         undo.callback(self._termination.remove)
@@ -224,6 +226,7 @@ class Telemetry:
         """
         atexit.unregister(self.close)
         self._at_exit.cancel()
+        never_raises(self._await_readers)()
         self._observation.remove_hooks()
         error = error or uncaught()
         if error is not None:
@@ -233,6 +236,9 @@ class Telemetry:
         self._termination.remove()
         if self._run:
             mark(os.environ, self._place.slots, self._run)
+
+    def _await_readers(self) -> None:
+        self._rendezvous.await_readers(_READERS_S)
 
     def _close_in_child(self) -> None:
         """Close in a forked process, in which the error that ends it is still propagating."""

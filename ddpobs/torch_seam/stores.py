@@ -14,6 +14,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import finalize
 
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
 
 class StoreConnection:
     """A clone of a store.
@@ -35,9 +38,32 @@ class StoreConnection:
         finalize(self, _close, self._descriptors)
         self._descriptors.extend(os.dup(number) for inode, number in fresh.items() if inode not in known)
 
+    def prefixed(self, prefix: str) -> PrefixedStore:
+        """Return the store under a prefix. Each of its calls first looks whether the server is gone."""
+        return PrefixedStore(self, prefix)
+
     def is_closed(self) -> bool:
         """Whether the server has closed the connection; False for a store without a server."""
         return any(map(_is_closed, self._descriptors))
+
+
+class PrefixedStore:
+    """The methods of a store that telemetry calls.
+
+    Each method raises a `dist.DistNetworkError` if the server is gone; the store's own would print a page as well.
+
+    Args:
+        connection: The connection.
+        prefix: Prefix of the keys.
+    """
+
+    def __init__(self, connection: StoreConnection, prefix: str) -> None:
+        self._connection, self._prefixed = connection, PrefixStore(prefix, connection.store)
+
+    def __getattr__(self, name: str) -> Any:
+        if self._connection.is_closed():
+            raise dist.DistNetworkError("the server of the ranks' store is gone")
+        return getattr(self._prefixed, name)
 
 
 def _port_of(store: Any) -> int | None:
