@@ -15,6 +15,9 @@ _MOST = 0.5
 _FULL = 0.9
 """Share of the host's processor time that is in use, above which no processor is free."""
 
+_AT_WORK_NS = 1_000_000_000
+"""Time without progress, below which a rank's pulse tells what its training takes."""
+
 
 @dataclass(frozen=True)
 class ShortageCause:
@@ -42,7 +45,7 @@ def shortage_cause(evidence: Evidence, ranks: Sequence[int], throttled_share: fl
         _quota(machines, throttled_share)
         or _allowed(evidence, ranks, machines)
         or _threads(evidence, ranks)
-        or _others(machines)
+        or _others([machine for rank, machine in machines.items() if evidence.pulses[rank].idle_ns < _AT_WORK_NS])
         or ShortageCause(
             "not-known",
             "not known: no quota, no allowed set and no number of threads explains it",
@@ -107,9 +110,13 @@ def _threads(evidence: Evidence, ranks: Sequence[int]) -> ShortageCause | None:
     )
 
 
-def _others(machines: dict[int, wire.Machine]) -> ShortageCause | None:
-    """Name other programs if no processor is free, and the ranks' processes take less than half of the time in use."""
-    known = [m for m in machines.values() if min(m.busy_permille, m.process_permille, m.host_processors) > 0]
+def _others(machines: list[wire.Machine]) -> ShortageCause | None:
+    """Name other programs if no processor is free, and the ranks' processes take less than half of the time in use.
+
+    Args:
+        machines: As ranks saw them that trained meanwhile; a rank that stands still takes no processor.
+    """
+    known = [m for m in machines if min(m.busy_permille, m.process_permille, m.host_processors) > 0]
     if not known:
         return None
     host = known[0]

@@ -36,11 +36,11 @@ def waiting(
     return evidence_of(rank, with_columns(steps, **recorded), **known | facts)
 
 
-def pulses(ranks: int = 2, **machine: Any) -> dict[int, wire.Pulse]:
+def pulses(ranks: int = 2, idle_ns: int = 0, **machine: Any) -> dict[int, wire.Pulse]:
     code = [wire.CodePlace(phase="other", place="a.py:3", calls="log", looks=40)]
     known: dict[str, Any] = {"host_processors": 8, "allowed": "0-7"}
     state = wire.Machine(**known | machine)
-    pulse = wire.Pulse(at_ns=0, phase="other", step=STEPS, machine=state, looks=40, code=code)
+    pulse = wire.Pulse(at_ns=0, phase="other", step=STEPS, machine=state, idle_ns=idle_ns, looks=40, code=code)
     return dict.fromkeys(range(ranks), pulse)
 
 
@@ -68,6 +68,7 @@ def test_ranks_that_share_one_processor_since_a_step_wait_together_and_none_is_s
         ({"throttled": 0.8, "pulses": pulses(quota_permille=1500)}, "quota", "quota of 1.5 processors"),
         ({"pulses": pulses(), "hellos": dict.fromkeys(range(2), hello(8))}, "threads", "16 threads share 8 processors"),
         ({"pulses": pulses(busy_permille=990, process_permille=700)}, "others", "1.4 of 7.9 processors"),
+        ({"pulses": pulses(idle_ns=10_000 * MS, busy_permille=990, process_permille=1)}, "not-known", "not known"),
         ({"pulses": pulses(), "hellos": dict.fromkeys(range(2), hello(4))}, "not-known", "not known"),
         ({}, "not-known", "not known"),
     ],
