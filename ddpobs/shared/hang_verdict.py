@@ -150,7 +150,8 @@ def _verdict(
         return _without_waits(states)
     if others:
         cause = f"{_absence(others)}; {_wait(waiting)}"
-        return "absent", _ranks(others), cause, _ABSENT_REMEDY.get(_activity(others[0]), _ABSENT_REMEDY["code"])
+        doing = "ended" if others[0].ended else _activity(others[0])
+        return "absent", _ranks(others), cause, _ABSENT_REMEDY.get(doing, _ABSENT_REMEDY["code"])
     groups = Counter(_collective(state) for state in waiting)
     if len(groups) == 1 or _is_one_sequence(waiting):
         cause = f"each rank waits for the others {_in(min(waiting, key=_reached))}"
@@ -326,6 +327,8 @@ _DOING = {
     "code": "in its own code",
 }
 _ABSENT_REMEDY = {
+    "ended": "Let every rank run the same number of steps: batches of equal number, or `with model.join()`. If the rank "
+    "should go on, see why its process ended.",
     "data": "Look at the data loader of that rank: a worker that waits for storage, a sample that never ends, a dead "
     "worker. The stack shows the line.",
     "evaluation": "Run the evaluation on every rank, or evaluate the wrapped module (model.module) on that rank alone.",

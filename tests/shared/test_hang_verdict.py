@@ -87,6 +87,7 @@ def test_a_rank_that_ended_its_training_leaves_the_others_waiting() -> None:
     hang = verdict(bucket(0), state(1, ended="finished"))
     assert (hang.kind, hang.ranks) == ("absent", [1])
     assert hang.cause.startswith("rank 1 has ended its training; rank 0 waits in bucket 0.2")
+    assert "the same number of steps" in hang.remedy
 
 
 def test_ranks_in_the_same_collective_wait_for_the_link() -> None:
