@@ -327,7 +327,7 @@ _DOING = {
     "code": "in its own code",
 }
 _ABSENT_REMEDY = {
-    "ended": "Let every rank run the same number of steps: batches of equal number, or `with model.join()`. If the rank "
+    "ended": "Let every rank run the same number of steps: as many batches each, or `with model.join()`. If the rank "
     "should go on, see why its process ended.",
     "data": "Look at the data loader of that rank: a worker that waits for storage, a sample that never ends, a dead "
     "worker. The stack shows the line.",
