@@ -23,11 +23,10 @@ import ddpobs
 from ddpobs import telemetry
 from ddpobs.clocks import HostClock
 from ddpobs.errors import DdpobsError
-from tests.support.distributed.compare import batch, net, outcome, train
+from tests.support.distributed.compare import CAP, batch, net, outcome, train
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import Sent, sending
 
-CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 Training = Callable[[Any, int], Any]
 
 

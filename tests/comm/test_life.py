@@ -17,9 +17,8 @@ from ddpobs import DistributedDataParallel
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm import Pending, PowerSGD
 from ddpobs.comm.multi_stage import Stages
-from tests.support.distributed.compare import batch, net, outcome, train
+from tests.support.distributed.compare import CAP, batch, net, outcome, train
 from tests.support.distributed.launch import run_ranks
-from tests.support.distributed.strategies import CAP
 
 pytestmark = pytest.mark.wide
 

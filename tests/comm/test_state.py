@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from ddpobs import DistributedDataParallel
 from ddpobs.comm import PowerSGD
-from tests.support.distributed.compare import batch, net, train
+from tests.support.distributed.compare import CAP, batch, net, train
 from tests.support.distributed.launch import run_ranks
-from tests.support.distributed.strategies import CAP, STRATEGIES, same_everywhere
+from tests.support.distributed.strategies import STRATEGIES, same_everywhere
 
 STEPS, OVERFLOWS = 8, 4
 

@@ -21,10 +21,10 @@ from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm import FuturePending, PowerSGD, TopK, registry
 from ddpobs.comm.int8 import BLOCK, decode, encode
 from ddpobs.errors import ConfigError, ReducerError, UnusedParametersError
-from tests.support.distributed.compare import batch, grad, net, train
+from tests.support.distributed.compare import CAP, batch, grad, net, train
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
-from tests.support.distributed.strategies import CAP, STRATEGIES, same_everywhere
+from tests.support.distributed.strategies import STRATEGIES, same_everywhere
 
 CLOSE: dict[Any, float] = {"fp16": 1e-3, "bf16": 1e-2, "int8": 1e-2, ParameterServer: 1e-6}
 """Largest distance of a step's gradients from the plain mean, as a share of the largest gradient."""

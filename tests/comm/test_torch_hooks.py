@@ -23,10 +23,8 @@ from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimiz
 from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from tests.support.distributed.compare import batch, net, outcome, train
+from tests.support.distributed.compare import CAP, batch, net, outcome, train
 from tests.support.distributed.streams import stand_in_stream
-
-CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 
 
 def hooked(hook: Any, state: Any = lambda: None, **options: Any) -> Any:

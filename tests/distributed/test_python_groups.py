@@ -14,11 +14,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import ddpobs
 from ddpobs import DistributedDataParallel
-from tests.support.distributed.compare import torchs_first_buckets, train, verdict
+from tests.support.distributed.compare import CAP, torchs_first_buckets, train, verdict
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
 
-CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "finding unused": {"find_unused_parameters": True},

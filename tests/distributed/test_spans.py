@@ -10,10 +10,9 @@ import numpy as np
 import torch
 
 from ddpobs import DistributedDataParallel, comm
-from tests.support.distributed.compare import batch, net
+from tests.support.distributed.compare import CAP, batch, net
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
-from tests.support.distributed.strategies import CAP
 
 LATE_S = 0.2
 STEPS = 4

@@ -22,7 +22,7 @@ import ddpobs
 import ddpobs.horovod as hvd
 from ddpobs import DistributedDataParallel, wire
 from ddpobs.errors import MpiError
-from tests.support.distributed.compare import batch, net, train, verdicts
+from tests.support.distributed.compare import CAP, batch, net, train, verdicts
 from tests.support.distributed.equality import CAPS, equal_after_accumulation, unused_error
 from tests.support.distributed.equality import differences as differences_from_torch
 from tests.support.distributed.horovod import alone as train_alone
@@ -30,7 +30,7 @@ from tests.support.distributed.horovod import together as train_together
 from tests.support.distributed.joins import CASES as JOIN_CASES
 from tests.support.distributed.mismatches import CASES, check, collect
 from tests.support.distributed.sent import sending
-from tests.support.distributed.strategies import CAP, STRATEGIES
+from tests.support.distributed.strategies import STRATEGIES
 from tests.support.mpi import cases
 from tests.support.mpi.launch import start
 

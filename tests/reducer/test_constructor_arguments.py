@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support.distributed.compare import batch, net, outcome, train
-
-CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
+from tests.support.distributed.compare import CAP, batch, net, outcome, train
 
 
 def caps_of_each_bucket(kind: Any, rank: int) -> Any:

@@ -17,11 +17,10 @@ from ddpobs.attachment import attachment
 from ddpobs.comm import side_groups
 from ddpobs.reducer import bucket_times
 from ddpobs.torch_seam.collectives import backend_of
-from tests.support.distributed.compare import batch, net, train, verdicts
+from tests.support.distributed.compare import CAP, batch, net, train, verdicts
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
 
-CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 FLAG: dict[str, Any] = {"find_unused_parameters": True}
 
 

@@ -16,12 +16,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel, attach
 from ddpobs.errors import ReducerError
-from tests.support.distributed.compare import batch, grad, net, train, verdicts
+from tests.support.distributed.compare import CAP, batch, grad, net, train, verdicts
 from tests.support.distributed.interrupts import StopError, make_interruptible
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
 
-CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 STEPS = 6
 FailsAt = Callable[[int, int], bool]
 """Whether the backward of this rank and step fails."""

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel
 from ddpobs.errors import ReducerError
-from tests.support.distributed.compare import batch, net
+from tests.support.distributed.compare import CAP, batch, net
 from tests.support.distributed.interrupts import StopError, make_interruptible
-from tests.support.distributed.joins import CAP, CASES, plain, train_unevenly
+from tests.support.distributed.joins import CASES, plain, train_unevenly
 from tests.support.distributed.launch import run_ranks
 
 

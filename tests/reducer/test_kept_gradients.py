@@ -15,10 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from benchmarks.parameter_server import ParameterServer
 from ddpobs import DistributedDataParallel
 from ddpobs.buckets.bucket import Bucket
-from tests.support.distributed.compare import batch, grad, net, outcome
+from tests.support.distributed.compare import CAP, batch, grad, net, outcome
 from tests.support.distributed.launch import run_ranks
-
-CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 
 
 def let_go(buckets: Sequence[Bucket]) -> None:

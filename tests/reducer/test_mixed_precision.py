@@ -11,11 +11,10 @@ from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddpobs import DistributedDataParallel
-from tests.support.distributed.compare import batch, grad, net
+from tests.support.distributed.compare import CAP, batch, grad, net
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.streams import cpu_streams
 
-CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 STEPS = 4
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

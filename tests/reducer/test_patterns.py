@@ -13,10 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpobs import DistributedDataParallel
 from ddpobs.errors import ReducerError
-from tests.support.distributed.compare import grad
+from tests.support.distributed.compare import CAP, grad
 from tests.support.distributed.launch import run_ranks
 
-CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 STEPS = 3
 
 

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.distributed.compare import batch, net, outcome, train
-
-CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
+from tests.support.distributed.compare import CAP, batch, net, outcome, train
 
 
 def all_substituted(kind: Any, rank: int) -> Any:

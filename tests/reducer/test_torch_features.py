@@ -22,10 +22,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ddpobs import DistributedDataParallel
 from ddpobs.comm import Bf16, Fp16, TopK
 from ddpobs.errors import ModelsDifferError
-from tests.support.distributed.compare import batch, net, outcome, train, verdicts
+from tests.support.distributed.compare import CAP, batch, net, outcome, train, verdicts
 from tests.support.distributed.launch import run_ranks
-
-CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 
 
 def autocast(kind: Any, rank: int) -> Any:

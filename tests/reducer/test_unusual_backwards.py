@@ -15,11 +15,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ddpobs import DistributedDataParallel
 from ddpobs.errors import ConfigError, ReducerError
 from ddpobs.reducer import fault_broadcast
-from tests.support.distributed.compare import batch, grad, net
+from tests.support.distributed.compare import CAP, batch, grad, net
 from tests.support.distributed.interrupts import StopError, make_interruptible
 from tests.support.distributed.launch import run_ranks
-
-CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 
 
 def errors_of_mistakes(rank: int, world_size: int) -> list[str]:

@@ -13,11 +13,9 @@ from torch import nn
 
 from ddpobs import DistributedDataParallel, telemetry
 from ddpobs.errors import ReducerError
-from tests.support.distributed.compare import batch, net, outcome, train
+from tests.support.distributed.compare import CAP, batch, net, outcome, train
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
-
-CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 
 
 def wrapped_again(kind: Any, rank: int) -> Any:

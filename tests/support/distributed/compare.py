@@ -18,6 +18,8 @@ from ddpobs.reducer.settings import Settings
 
 Case = Callable[[Any, int], Any]
 """Takes the DDP class and the rank; returns tensors, or other results that a user sees."""
+CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
+"""With this cap `net()` has several buckets."""
 
 
 def net(wide: int = 200) -> nn.Sequential:

@@ -8,9 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from tests.support.distributed.compare import batch, net, outcome
-
-CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
+from tests.support.distributed.compare import CAP, batch, net, outcome
 
 
 def train_unevenly(ddp: Any, rank: int, **options: Any) -> list[torch.Tensor]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from ddpobs.comm import registry
 
-CAP: dict[str, Any] = {"bucket_cap_mb": 0.05}
 ARGUMENTS = {"topk": "topk:0.1", "powersgd": "powersgd:2"}
 STRATEGIES = [ARGUMENTS.get(registered.name, registered.name) for registered in registry.STRATEGIES]
 """Every registered strategy; a strategy that compresses too much by default has an argument."""
