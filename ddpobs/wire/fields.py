@@ -36,7 +36,7 @@ this project, written down with its false alarms in docs/methods/slow-ranks.md.
 """
 _MOST = 2**48
 MAX_INDEX, MAX_STEP = 2**20 - 1, 2**40 - 1
-"""Largest number of a rank, module or bucket, and of a step: rank and step together fit into 64 bits."""
+"""Maximum number of a rank, module or bucket, and of a step: rank and step together fit into 64 bits."""
 
 Ints = columns.Ints
 RunId = Annotated[str, msgspec.Meta(pattern=STRICT_RUN_ID)]

@@ -21,7 +21,7 @@ GROWTH = 0.2
 MIN_STEPS = 64
 _PARTS = 8
 _MIN_RISE, _MAX_RISE = 0.04, 0.5
-"""Least and largest part of the growth from one eighth to the next. A single jump is a change, and no growth."""
+"""Minimum and maximum part of the growth from one eighth to the next. A single jump is a change, and no growth."""
 _RISES = 5
 """Least number of such rises, of seven; the others may be smaller."""
 _LARGEST_FALL = 0.1

@@ -40,7 +40,7 @@ RECENT_STEPS = 1024
 UNEVEN = 0.1
 """Least difference of the ranks' constant work, as a share of it, that counts."""
 _MAX_OF_RATIO = 1.25
-"""Largest delay that more work explains, as a multiple of the time that is in proportion to it."""
+"""Maximum delay that more work explains, as a multiple of the time that is in proportion to it."""
 
 
 def straggler(evidence: Evidence) -> Judgement:
