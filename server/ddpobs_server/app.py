@@ -127,7 +127,7 @@ async def _open(settings: Settings, registry: CollectorRegistry) -> Services:
     writer = Writer(store, settings.queue_batches, limits, series, registry)
     writer.start()
     memory_budget = IngestMemoryBudget(int(settings.max_under_way_mb * 1e6), limits, registry)
-    retention = RetentionJob(settings, store, registry)
+    retention = RetentionJob(settings, store, registry, reports.faults)
     retention.start()
     usage = LimitUsage(settings, limits, store, registry)
     usage.watch("queue_batches", writer.used_ratio)

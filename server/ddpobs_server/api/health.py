@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from typing_extensions import TypedDict
 
 from ddpobs_server.api.fields import doc
-from ddpobs_server.store import LostDatabaseError
+from ddpobs_server.store import LostDatabaseError, UnavailableError
 from ddpobs_server.web.problems import Problem
 from ddpobs_server.web.services import ServicesDep
 
@@ -40,6 +40,9 @@ def readyz(services: ServicesDep) -> Readiness:
         services.store.ready()
     except LostDatabaseError as error:
         detail = "the database's file was removed, replaced or damaged: see the collector's log for the remedy"
+        raise Problem(503, "Not ready", detail) from error
+    except UnavailableError as error:
+        detail = "too little space is free on the database's disk" if error.full else "the database does not respond"
         raise Problem(503, "Not ready", detail) from error
     except Exception as error:
         raise Problem(503, "Not ready", f"the database does not respond: {type(error).__name__}") from error

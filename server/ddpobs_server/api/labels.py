@@ -15,6 +15,7 @@ from ddpobs_server.api.deps import Labeller, RunDep, StoreDep
 from ddpobs_server.api.fields import RunName, doc
 from ddpobs_server.reports.digests import labels_of, trained_labels
 from ddpobs_server.web.problems import Problem
+from ddpobs_server.web.services import ServicesDep
 
 router = APIRouter(prefix="/api/v1", tags=["runs"])
 
@@ -65,9 +66,14 @@ class _Change(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @router.patch("/runs/{run}", openapi_extra={"requestBody": _BODY})
-async def set_labels(request: Request, run: RunDep, _caller: Labeller, store: StoreDep) -> LabelsResponse:
+async def set_labels(
+    request: Request, run: RunDep, caller: Labeller, store: StoreDep, services: ServicesDep
+) -> LabelsResponse:
     """Replace a run's tags, its note, or both; a field that is left out stays. They may also be set by the training."""
-    change = _decoded(await _body(request))
+    await services.rates.wait_to_send(caller.workspace)
+    body = await _body(request)
+    services.rates.count_bytes(caller.workspace, len(body))
+    change = _decoded(body)
     tags = None if change.tags is msgspec.UNSET else change.tags
     note = None if change.note is msgspec.UNSET else change.note
 
@@ -76,7 +82,8 @@ async def set_labels(request: Request, run: RunDep, _caller: Labeller, store: St
         hello = store.hellos([run.run]).get(run.run)
         return labels_of(store.run(run.run) or run, trained_labels(hello))
 
-    new_tags, new_note = await run_in_threadpool(write)
+    async with services.read_slots.place(caller.workspace):
+        new_tags, new_note = await run_in_threadpool(write)
     return {"run": run.name, "tags": new_tags, "note": new_note}
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from ddpobs import wire
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import DEFAULT_WORKSPACE, Store
+from ddpobs_server.store import DEFAULT_WORKSPACE, Store, UnavailableError
 from ddpobs_server.web.problems import Problem
 from ddpobs_server.web.workspace_limits import WorkspaceLimits
 
@@ -19,18 +19,16 @@ RANK_SERIES, BUCKET_SERIES, RUN_SERIES = 21, 4, 74
 LIMITS = ("max_series", "max_run_series", "max_buckets")
 _REVISIONS = 10
 """Buckets of all revisions of a run's layouts, relative to the allowed buckets of its modules."""
-_MAX_ATTEMPTS = 100_000
+_MAX_RUNS = 100_000
 
 
 @dataclass
 class _Attempt:
     """Ranks and buckets with series of a run's attempt."""
 
-    workspace: str
     ranks: set[int]
     buckets: dict[tuple[int, int], int]
     """By module and revision."""
-    seen_s: float = 0.0
 
     @property
     def module_buckets(self) -> int:
@@ -45,8 +43,28 @@ class _Attempt:
         return RUN_SERIES + RANK_SERIES * len(self.ranks) + BUCKET_SERIES * self.module_buckets
 
 
+@dataclass
+class _Run:
+    """A run, of which `/metrics` shows the current attempt alone."""
+
+    workspace: str
+    current: str
+    attempts: dict[str, _Attempt] = field(default_factory=dict)
+    seen_s: float = 0.0
+    is_confirmed: bool = True
+    """Whether the store has the current attempt."""
+
+    @property
+    def shown(self) -> _Attempt | None:
+        return self.attempts.get(self.current)
+
+    @property
+    def series(self) -> int:
+        return self.shown.series if self.shown is not None else 0
+
+
 class SeriesLedger:
-    """Series of the active runs. `check` is used on the writer's thread alone.
+    """Series of the active runs. `check`, `stored` and `forget` are used on the writer's thread alone.
 
     Args:
         settings: `max_run_series`, `max_buckets` and `quiet_after_s`.
@@ -56,7 +74,8 @@ class SeriesLedger:
 
     def __init__(self, settings: Settings, limits: WorkspaceLimits, store: Store) -> None:
         self._settings, self._limits, self._store = settings, limits, store
-        self._attempts: OrderedDict[tuple[str, str], _Attempt] = OrderedDict()
+        self._runs: OrderedDict[str, _Run] = OrderedDict()
+        """In the order of their latest batch."""
         self._totals: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -72,7 +91,7 @@ class SeriesLedger:
             return max((count / max(1, most) for count, most in used), default=0.0)
         since_s = time.monotonic() - self._settings.quiet_after_s
         with self._lock:
-            active = [attempt for attempt in self._attempts.values() if attempt.seen_s > since_s]
+            active = [run.shown for run in self._runs.values() if run.seen_s > since_s and run.shown is not None]
         used_by = attrgetter("series" if limit == "max_run_series" else "module_buckets")
         return float(max(map(used_by, active), default=0) / max(1, getattr(self._settings, limit)))
 
@@ -82,18 +101,36 @@ class SeriesLedger:
         Raises:
             Problem: 422 if the run would have too many series or buckets; 429 if the workspace would.
         """
-        key = (batch.run, batch.attempt)
-        attempt = self._attempts.get(key) or self._load(key)
-        attempt.seen_s = time.monotonic()
-        self._attempts.move_to_end(key)
+        run = self._runs.get(batch.run)
+        if run is None or batch.attempt not in run.attempts:
+            run = self._load(batch.run, batch.attempt, run)
+        run.seen_s = time.monotonic()
+        attempt = run.attempts[batch.attempt]
         ranks = {batch.rank}.union(*(peers.rank.tolist() for peers in batch.peers))
-        if ranks <= attempt.ranks and not batch.layouts:
+        if batch.run in self._runs and ranks <= attempt.ranks and not batch.layouts:
+            self._runs.move_to_end(batch.run)
             return
-        larger = _Attempt(attempt.workspace, attempt.ranks | ranks, dict(attempt.buckets), attempt.seen_s)
+        larger = _Attempt(attempt.ranks | ranks, dict(attempt.buckets))
         larger.buckets |= {(layout.module, layout.revision): len(layout.buckets) for layout in batch.layouts}
         self._check_run(larger)
-        self._check_workspace(attempt, larger)
-        self._replace(key, larger)
+        self._keep(batch.run, replace(run, attempts=run.attempts | {batch.attempt: larger}))
+
+    def stored(self, batch: wire.Batch) -> None:
+        """Count the attempt that the store shows, now that a batch is committed."""
+        run = self._runs.get(batch.run)
+        if run is None or (run.is_confirmed and batch.attempt == run.current):
+            return
+        try:  # A spooled batch of an older attempt does not take over, and a newer one may do so late.
+            current = self._store.latest_attempt(batch.run) or run.current
+        except UnavailableError:
+            self._drop(batch.run)
+        else:
+            self._set(batch.run, replace(run, current=current, is_confirmed=True))
+
+    def forget(self, batch: wire.Batch) -> None:
+        """Count what the store has, because a batch was not stored."""
+        if batch.run in self._runs:
+            self._drop(batch.run)
 
     def _check_run(self, attempt: _Attempt) -> None:
         settings = self._settings
@@ -108,45 +145,61 @@ class SeriesLedger:
             detail = f"a run may have {settings.max_run_series} series (DDPOBS_SERVER_MAX_RUN_SERIES)"
             raise Problem(422, "Too many series", f"{detail}, got {attempt.series}")
 
-    def _check_workspace(self, before: _Attempt, after: _Attempt) -> None:
-        workspace = after.workspace
-        limit = self._limits.of(workspace).max_series
-        if self._totals[workspace] + after.series - before.series <= limit:
-            return
-        self._drop_quiet()
-        if self._totals[workspace] + after.series - before.series > limit:
+    def _keep(self, key: str, run: _Run) -> None:
+        """Keep a run in its new state if that is within its workspace's limit.
+
+        Raises:
+            Problem: 429 if it is not.
+        """
+        before, limit = self._runs.get(key), self._limits.of(run.workspace).max_series
+        growth = run.series - (before.series if before is not None else 0)
+        if growth > 0 and self._totals[run.workspace] + growth > limit:
+            self._drop_quiet(but=key)
+        if growth > 0 and self._totals[run.workspace] + growth > limit:
             detail = (
-                f"the active runs of workspace {workspace} have {self._totals[workspace]} series, {limit} are allowed "
-                "(DDPOBS_SERVER_MAX_SERIES, or `ddpobs-server workspace limits`); try again once other runs have ended"
+                f"the active runs of workspace {run.workspace} have {self._totals[run.workspace]} series, {limit} are "
+                "allowed (DDPOBS_SERVER_MAX_SERIES, or `ddpobs-server workspace limits`); try again once other runs "
+                "have ended"
             )
             raise Problem(429, "Too many series", detail, {"Retry-After": "60"})
+        self._set(key, run)
 
-    def _load(self, key: tuple[str, str]) -> _Attempt:
-        run, attempt = key
-        ranks = self._store.attempt_ranks(run, attempt)
-        outlines = self._store.layout_outlines(run, attempt) if ranks else []
+    def _load(self, key: str, attempt: str, known: _Run | None) -> _Run:
+        """The run with an attempt from the store; an attempt that is new there will be the current one."""
+        ranks = self._store.attempt_ranks(key, attempt)
+        outlines = self._store.layout_outlines(key, attempt) if ranks else []
         buckets = {(outline.module, outline.revision): len(outline.dtypes) for outline in outlines}
-        loaded = _Attempt(run.rpartition("/")[0] or DEFAULT_WORKSPACE, ranks, buckets)
-        self._replace(key, loaded)
-        if len(self._attempts) > _MAX_ATTEMPTS:
-            self._drop(next(iter(self._attempts)))
-        return loaded
+        current, is_confirmed = attempt, bool(ranks)
+        if ranks and known is not None and not known.is_confirmed:
+            current, is_confirmed = known.current, False
+        elif ranks:
+            current = self._store.latest_attempt(key) or attempt
+        others = {} if known is None or known.shown is None else {known.current: known.shown}
+        attempts = others | {attempt: _Attempt(ranks, buckets)}
+        run = _Run(key.rpartition("/")[0] or DEFAULT_WORKSPACE, current, attempts, is_confirmed=is_confirmed)
+        if ranks:
+            self._set(key, run)
+        return run
 
-    def _replace(self, key: tuple[str, str], attempt: _Attempt) -> None:
+    def _set(self, key: str, run: _Run) -> None:
         with self._lock:
-            before = self._attempts.get(key)
-            self._totals[attempt.workspace] += attempt.series - (before.series if before else 0)
-            self._attempts[key] = attempt
+            before = self._runs.get(key)
+            self._totals[run.workspace] += run.series - (before.series if before is not None else 0)
+            self._runs[key] = run
+            self._runs.move_to_end(key)
+        if len(self._runs) > _MAX_RUNS:
+            self._drop(next(iter(self._runs)))
 
-    def _drop_quiet(self) -> None:
-        """Forget attempts that have left `/metrics`; they are in order of their last batch."""
+    def _drop_quiet(self, but: str) -> None:
+        """Forget runs that have left `/metrics`."""
         quiet_s = time.monotonic() - self._settings.quiet_after_s
-        for key, attempt in list(self._attempts.items()):
-            if attempt.seen_s > quiet_s:
+        for key, run in list(self._runs.items()):
+            if run.seen_s > quiet_s:
                 break
-            self._drop(key)
+            if key != but:
+                self._drop(key)
 
-    def _drop(self, key: tuple[str, str]) -> None:
+    def _drop(self, key: str) -> None:
         with self._lock:
-            attempt = self._attempts.pop(key)
-            self._totals[attempt.workspace] -= attempt.series
+            run = self._runs.pop(key)
+            self._totals[run.workspace] -= run.series

@@ -17,10 +17,10 @@ from contextlib import suppress
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ddpobs import wire
-from ddpobs_server.ingest.fair_queue import FairQueue
 from ddpobs_server.ingest.series_ledger import SeriesLedger
 from ddpobs_server.ingest.upload import Upload
 from ddpobs_server.store import Arrival, DeletedRunError, Outcome, Store, UnavailableError, UnstorableBatchError
+from ddpobs_server.web.fair_queue import FairQueue
 from ddpobs_server.web.problems import Problem
 from ddpobs_server.web.workspace_limits import WorkspaceLimits
 
@@ -185,6 +185,7 @@ class Writer:
         else:
             for (arrival, _), outcome in zip(group, outcomes, strict=True):
                 self._count(arrival, outcome)
+                self._series.stored(arrival.batch)
             self._settle([(future, outcome) for (_, future), outcome in zip(group, outcomes, strict=True)])
         finally:
             self._transaction_began = None
@@ -219,6 +220,8 @@ class Writer:
 
     def _fail(self, group: list[tuple[Arrival, _Acknowledgement]], error: Exception, outcome: str = "failed") -> None:
         self.batches.labels(outcome).inc(len(group))
+        for arrival, _ in group:
+            self._series.forget(arrival.batch)
         self._settle([(future, error) for _, future in group])
 
     def _settle(self, results: list[tuple[_Acknowledgement, Outcome | Exception]]) -> None:

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Gauge, Histogram, ProcessCollector
 
 import ddpobs
-from ddpobs_server.store import LostDatabaseError, Store
+from ddpobs_server.store import LostDatabaseError, Store, UnavailableError
 
 _log = logging.getLogger(__name__)
 _PERIOD_S = 5.0
 _HANGING_S = 15.0
 """A database that takes longer to answer counts as down."""
+_FULL = "too little space is free on the database's disk"
 _CLOSE_S = 2.0
 _TICK_S = 0.25
 _LAGS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -52,7 +53,7 @@ class HealthMonitor:
         )
         info.labels(ddpobs.__version__, public_url).set(1)
         up = Gauge("ddpobs_server_database_up", "1 while the database answers and accepts batches.", registry=registry)
-        up.set_function(lambda: self.database_answers)
+        up.set_function(lambda: self.problem is None)
         self._answer_s = Gauge(
             "ddpobs_server_database_answer_seconds", "Time of the database's last answer.", registry=registry
         )
@@ -72,8 +73,8 @@ class HealthMonitor:
 
     @property
     def database_answers(self) -> bool:
-        """Whether the last check succeeded and is recent."""
-        return self.problem is None
+        """Whether reads succeed: the last check is recent, and it failed at most for want of space."""
+        return self.problem is None or self.problem == _FULL
 
     @property
     def problem(self) -> str | None:
@@ -112,6 +113,9 @@ class HealthMonitor:
         except LostDatabaseError as error:
             self._problem = "the database's file was removed, replaced or damaged"
             _log.error("nothing is stored: %s", error)
+        except UnavailableError as error:
+            self._problem = _FULL if error.full else f"the database does not accept a batch: {type(error).__name__}"
+            _log.error("the database does not answer or accept a batch: %s", error)
         except Exception as error:
             self._problem = f"the database does not accept a batch: {type(error).__name__}"
             _log.error("the database does not answer or accept a batch: %s: %s", type(error).__name__, error)

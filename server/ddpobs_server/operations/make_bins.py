@@ -39,7 +39,7 @@ def update_step_bins(attempt: AttemptBins, now_ns: int) -> Iterator[int]:
         if len(children) <= 1:
             return
         stored = sorted({number // FACTOR for number in children})
-        due_until = until // FACTOR**level + _is_over(sources, now_ns)
+        due_until = until // FACTOR**level + is_over(sources, now_ns)
         due = _stale(stored, attempt.states(level), due_until)
         for part in _parts(due, stored, _READ_ROWS // max(1, FACTOR * len(sources))):
             _merge(attempt, level, part)
@@ -72,14 +72,15 @@ def _due_until(sources: list[Source], now_ns: int) -> int:
     stepped = [source for source in sources if source.last_step_seen_ns > 0]
     if not stepped:
         return 0
-    if _is_over(sources, now_ns):
+    if is_over(sources, now_ns):
         return max(source.last_step for source in stepped) // BIN_STEPS + 1
     newest_ns = max(source.last_step_seen_ns for source in stepped)
     going = [s.last_step for s in stepped if not s.ended and newest_ns - s.last_step_seen_ns < SUMMED_STEPS_SILENCE_NS]
     return (min(going or [source.last_step for source in stepped]) + 1) // BIN_STEPS
 
 
-def _is_over(sources: list[Source], now_ns: int) -> bool:
+def is_over(sources: list[Source], now_ns: int) -> bool:
+    """Return whether an attempt sends no more steps: all its processes have ended, or none sends any more."""
     latest_ns = max((source.last_seen_ns for source in sources), default=0)
     return all(source.ended for source in sources) or now_ns - latest_ns > _OVER_NS
 

@@ -6,21 +6,20 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from ddpobs_server.operations.bins_in_turns import BinsInTurns
 from ddpobs_server.operations.clock_guard import ClockGuard
-from ddpobs_server.operations.make_bins import update_step_bins
-from ddpobs_server.reports.read_bins import AttemptBins
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
+from ddpobs_server.web.run_faults import RunFaults
 from ddpobs_server.web.workspace_limits import Limits, effective_limits
 
 _log = logging.getLogger(__name__)
 _PERIOD_S = 60.0
 _CLOSE_S = 5.0
-_BINS_S = 20.0
-"""Longest time for bins in a round, so that the removal of old data never waits long."""
 _PAUSE_RATIO = 1.0
 """Pause after each join of chunks, relative to the join's duration: batches wait while the job writes."""
 _DELETED_DAYS = 400
@@ -50,10 +49,13 @@ class RetentionJob:
         settings: `keep_spans_days`, `keep_runs_days` and `keep_gb`; without any of them no run or span is removed.
         store: The store.
         registry: Receives the job's metrics.
+        faults: Contains the errors of single runs.
     """
 
-    def __init__(self, settings: Settings, store: Store, registry: CollectorRegistry) -> None:
-        self._settings, self._store = settings, store
+    def __init__(
+        self, settings: Settings, store: Store, registry: CollectorRegistry, faults: RunFaults | None = None
+    ) -> None:
+        self._settings, self._store, self._faults = settings, store, faults or RunFaults()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ddpobs-retention", daemon=True)
         self.removed = Counter("ddpobs_server_removed", "Chunks and runs removed.", ["what"], registry=registry)
@@ -76,7 +78,12 @@ class RetentionJob:
         for reason in (_JUMPED, _LARGE):
             self.refused.labels(reason)
         self.clock, self._accepted = ClockGuard(), False
-        self._binned: dict[str, int] = {}
+        self._bins = BinsInTurns(store, registry, self._faults)
+        self.lost = Counter(
+            "ddpobs_server_removed_unbinned_chunks",
+            "Chunks of steps removed before their bins were made.",
+            registry=registry,
+        )
         self.joined = Counter("ddpobs_server_joined_chunks", "Chunks joined into larger chunks.", registry=registry)
         for kind in ("chunks", "runs"):
             self.removed.labels(kind)
@@ -108,7 +115,7 @@ class RetentionJob:
         refusal = self._remove_by_age(now_ns, limits)
         self._shrink_workspaces(limits)
         if settings.keep_gb is not None:
-            chunks, runs = store.shrink(int(settings.keep_gb * 1e9))
+            chunks, runs = store.shrink(int(settings.keep_gb * 1e9), lost=self._report_lost)
             self._count_removed("chunks", chunks)
             self._count_removed("runs", runs)
             self.bytes.labels("limit").set(settings.keep_gb * 1e9)
@@ -133,7 +140,10 @@ class RetentionJob:
         if refusal is not None:
             return refusal
         if settings.keep_spans_days is not None:
-            self._count_removed("chunks", store.expire_chunks(now_ns - int(settings.keep_spans_days * _DAY_NS)))
+            age_ns = int(settings.keep_spans_days * _DAY_NS)
+            limits_ns = now_ns - age_ns, now_ns - max(2 * age_ns, age_ns + _DAY_NS)
+            guard = partial(self._faults.contained, "retention")
+            self._count_removed("chunks", store.expire_chunks(*limits_ns, guard=guard, lost=self._report_lost))
         store.prune_unused_sets(now_ns - _HOUR_NS)
         for workspace, silent_before_ns in before_ns.items():
             self._count_removed("runs", store.expire_runs(silent_before_ns, workspace))
@@ -171,33 +181,26 @@ class RetentionJob:
         """Remove data of workspaces above their own size."""
         for workspace, own in limits.items():
             if own.keep_gb is not None:
-                chunks, runs = self._store.shrink(int(own.keep_gb * 1e9), workspace)
+                chunks, runs = self._store.shrink(int(own.keep_gb * 1e9), workspace, lost=self._report_lost)
                 self._count_removed("chunks", chunks)
                 self._count_removed("runs", runs)
 
     def _compact(self, since_ns: int) -> None:
         began = time.monotonic()
-        for joined in self._store.compact(since_ns):
+        for joined in self._store.compact(since_ns, partial(self._faults.contained, "compaction")):
             self.joined.inc(joined)
             if self._closing.wait(_PAUSE_RATIO * (time.monotonic() - began)):
                 return
             began = time.monotonic()
 
     def _update_step_bins(self, now_ns: int) -> None:
-        """Make the bins that are due of the runs that changed, for at most `_BINS_S`; the next round does the rest."""
-        until = time.monotonic() + _BINS_S
-        for run, commits in self._store.runs_with_columns():
-            if self._binned.get(run) == commits:
-                continue
-            attempts = self._store.attempts(run)
-            for attempt in attempts if run not in self._binned else attempts[-1:]:
-                began = time.monotonic()
-                for _ in update_step_bins(AttemptBins(self._store, run, attempt.attempt), now_ns):
-                    if self._closing.wait(_PAUSE_RATIO * (time.monotonic() - began)) or time.monotonic() > until:
-                        return
-                    began = time.monotonic()
-            if all(source.ended for source in self._store.sources(run, attempts[-1].attempt)):
-                self._binned[run] = commits
+        self._bins.run(now_ns, lambda took_s: self._closing.wait(_PAUSE_RATIO * took_s))
+
+    def _report_lost(self, run: str, chunks: int) -> None:
+        """Report columns that were removed without their bins: beyond twice their age, or for room."""
+        if chunks:
+            self.lost.inc(chunks)
+            _log.warning("steps of run %s were removed before their bins were made", run, extra={"count": chunks})
 
     def _count_removed(self, kind: str, count: int) -> None:
         self.removed.labels(kind).inc(count)

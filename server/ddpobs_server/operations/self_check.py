@@ -49,7 +49,7 @@ def run(settings: Settings, integrity: bool = True) -> Iterator[CheckResult]:
         if permissions.state == "fail":
             return
         yield _file_system(file.parent)
-        yield _disk(file.parent)
+        yield _disk(file.parent, int(settings.keep_free_mb * 1e6))
         yield _clock_synchronisation()
         if not file.exists():
             yield CheckResult("database", "ok", f"{database} does not exist yet: the first start creates it")
@@ -201,9 +201,11 @@ def _file_system(folder: Path) -> CheckResult:
     return CheckResult("file system", "fail", detail)
 
 
-def _disk(folder: Path) -> CheckResult:
+def _disk(folder: Path, keep_free_bytes: int) -> CheckResult:
     disk = shutil.disk_usage(folder)
     detail = f"{disk.free / 1e9:.1f} of {disk.total / 1e9:.1f} GB free in {folder}"
+    if disk.free < keep_free_bytes:
+        return CheckResult("disk", "fail", f"{detail}: below DDPOBS_SERVER_KEEP_FREE_MB batches get 507")
     if disk.free < _FREE_BYTES:
         return CheckResult("disk", "fail", detail)
     return CheckResult("disk", "ok" if disk.free > _FREE_RATIO * disk.total else "warn", detail)

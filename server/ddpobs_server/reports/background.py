@@ -1,14 +1,15 @@
-"""Diagnoses in the background, in one thread, which waits while a scrape is computed."""
+"""Diagnoses in the background, in one thread, in which workspaces take turns. It waits while a scrape is computed."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 from ddpobs_server.store import UnavailableError
+from ddpobs_server.web.fair_queue import FairQueue
 from ddpobs_server.web.run_faults import RunFaults
 
 _log = logging.getLogger(__name__)
@@ -28,19 +29,29 @@ class BackgroundDiagnoses:
 
     def __init__(self, diagnose: Callable[[str, str], object], faults: RunFaults) -> None:
         self._function, self._faults = diagnose, faults
-        self._executor = ThreadPoolExecutor(1, "ddpobs-reports")
+        self._queue: FairQueue[tuple[_Key, Future[None]]] = FairQueue()
         self._running: dict[_Key, Future[None]] = {}
         self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
         self._scrapes, self._may_begin = 0, threading.Event()
         self._may_begin.set()
 
-    def begin(self, changed: list[_Key]) -> dict[_Key, Future[None]]:
-        """Begin the diagnoses that are not under way; return all that are."""
+    def begin(self, changed: Mapping[_Key, bool]) -> dict[_Key, Future[None]]:
+        """Begin the diagnoses that are not under way; return all that are.
+
+        Args:
+            changed: Whether each is urgent, which puts it before the others of its workspace.
+        """
         with self._lock:
+            if self._thread is None and changed and not self._is_closed:
+                self._thread = threading.Thread(target=self._run, name="ddpobs-reports", daemon=True)
+                self._thread.start()
             self._running = {key: future for key, future in self._running.items() if not future.done()}
-            for key in changed:
+            for key, is_urgent in changed.items():
                 if key not in self._running:
-                    self._running[key] = self._executor.submit(self._diagnose, key)
+                    self._running[key] = Future()
+                    self._queue.put(key[0].rpartition("/")[0], (key, self._running[key]), urgent=is_urgent)
             return dict(self._running)
 
     @contextmanager
@@ -59,10 +70,18 @@ class BackgroundDiagnoses:
 
     def close(self) -> None:
         """Begin no further diagnosis."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._is_closed = True
+        self._queue.close()
+
+    def _run(self) -> None:
+        while (taken := self._queue.get()) is not None:
+            key, future = taken[1]
+            if not self._is_closed:
+                self._may_begin.wait(_SCRAPE_S)
+                self._diagnose(key)
+            future.set_result(None)
 
     def _diagnose(self, key: _Key) -> None:
-        self._may_begin.wait(_SCRAPE_S)
         try:
             with self._faults.contained("diagnosis", key[0]):
                 self._function(*key)

@@ -134,13 +134,19 @@ class Reports:
     def recent_diagnostics(self, runs: list[Run]) -> list[dict[str, Any] | None]:
         """Return the last diagnosis of each run, and begin new ones of the runs that have changed.
 
+        Failed and hung runs are the first of their workspace.
         Runs without a diagnosis are waited for, together for at most `_PATIENCE_S`; None if that was too short.
         """
         last = {(run.run, run.attempt): self.last_diagnosis(run) for run in runs}
-        running = self._background.begin([key for key, (_, is_current) in last.items() if not is_current])
+        running = self._background.begin(
+            {(run.run, run.attempt): self._is_urgent(run) for run in runs if not last[run.run, run.attempt][1]}
+        )
         first_diagnoses = [running[key] for key, (known, _) in last.items() if known is None and key in running]
         wait(first_diagnoses, _PATIENCE_S)
         return [self.last_diagnosis(run)[0] for run in runs]
+
+    def _is_urgent(self, run: Run) -> bool:
+        return state_of_run(run, self._settings, self._now_ns()) in ("failed", "hung")
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """Begin no diagnosis in the background during the block."""

@@ -124,9 +124,7 @@ class Store:
             LostDatabaseError: The database's file was removed or replaced, or is damaged.
             UnstorableBatchError: A batch can never be stored.
         """
-        self._state.check()
-        if self._disk is not None and (free := shutil.disk_usage(self._disk).free) < self._keep_free_bytes:
-            raise UnavailableError(f"{free} bytes are free, {self._keep_free_bytes} must stay free", full=True)
+        self._check_acceptance()
         try:
             with self._engine.begin() as connection:
                 outcomes = ingest.write(connection, arrivals)
@@ -145,15 +143,26 @@ class Store:
             UnavailableError: The database is unreachable or full.
             SQLAlchemyError: Tables or rights are missing.
         """
-        self._state.check()
+        self._check_acceptance()
         if time.monotonic() - self._stored_at < _PROBE_S:
             return  # The latest commit is a better proof, and a probe would wait for the writer.
         with self._engine.connect() as connection:
             health_queries.try_batch(connection)
 
-    def ready(self) -> bool:
-        """Whether the database answers, from the files that were opened first and without known damage."""
+    def _check_acceptance(self) -> None:
+        """Check what every batch is refused for before it reaches the database.
+
+        Raises:
+            LostDatabaseError: The database's file was removed or replaced, or is damaged.
+            UnavailableError: Too little space is free.
+        """
         self._state.check()
+        if self._disk is not None and (free := shutil.disk_usage(self._disk).free) < self._keep_free_bytes:
+            raise UnavailableError(f"{free} bytes are free, {self._keep_free_bytes} must stay free", full=True)
+
+    def ready(self) -> bool:
+        """Whether the database answers and accepts batches, from the files that were opened first."""
+        self._check_acceptance()
         with self._engine.connect() as connection:
             return health_queries.answers(connection)
 
@@ -286,6 +295,7 @@ class Store:
     set_workspace_limits = _writes(workspace_queries.store_limits)
     workspace_usage = _reads(workspace_queries.usage)
     attempt_ranks = _reads(workspace_queries.attempt_ranks)
+    latest_attempt = _reads(workspace_queries.latest_attempt)
 
     tokens = _reads(token_queries.tokens)
     add_token = _writes(token_queries.add_token)

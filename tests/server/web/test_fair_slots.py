@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from ddpobs_server.ingest.fair_queue import FairQueue
+from ddpobs_server.web.fair_queue import FairQueue
 from ddpobs_server.web.fair_slots import FairSlots
 
 
@@ -74,3 +74,12 @@ def test_batches_of_workspaces_are_written_in_turns() -> None:
     assert [queue.get() for _ in range(4)] == [("loud", 0), ("quiet", 9), ("loud", 1), ("loud", 2)]
     queue.close()
     assert queue.get() is None
+
+
+def test_an_urgent_item_is_the_next_of_its_workspace_and_takes_no_others_turn() -> None:
+    queue: FairQueue[int] = FairQueue()
+    for number in range(3):
+        queue.put("many", number)
+    queue.put("few", 10)
+    queue.put("many", 3, urgent=True)
+    assert [queue.get() for _ in range(5)] == [("many", 3), ("few", 10), ("many", 0), ("many", 1), ("many", 2)]

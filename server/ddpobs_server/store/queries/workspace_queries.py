@@ -33,6 +33,11 @@ def usage(connection: Connection) -> dict[str, WorkspaceUsage]:
     return {workspace: WorkspaceUsage(int(runs), int(size_bytes)) for workspace, runs, size_bytes in rows}
 
 
+def latest_attempt(connection: Connection, run: str) -> str | None:
+    """The attempt that a run shows; None without the run."""
+    return connection.execute(select(schema.runs.c.attempt).where(schema.runs.c.run_id == run)).scalar()
+
+
 def attempt_ranks(connection: Connection, run: str, attempt: str) -> set[int]:
     """Ranks that have a source in the attempt, or of which a rank has reported delays."""
     s, p = schema.sources.c, schema.peer_totals.c

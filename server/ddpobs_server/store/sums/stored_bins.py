@@ -126,7 +126,9 @@ def keep_step_bin(connection: Connection, run: str, attempt: str, number: int) -
 
 def mark_stale(connection: Connection, steps: Iterable[tuple[str, str, wire.Ints]]) -> None:
     """Mark the bins as stale that hold some of these steps: (run, attempt, steps)."""
-    keys = sorted({(run, attempt, *extent) for run, attempt, own in steps for extent in _extents(own)})
+    keys = sorted(
+        {(run, attempt, *extent) for run, attempt, own in steps for extent in ranges(np.unique(own // BIN_STEPS))}
+    )
     if keys:
         sql, order = compiled(_MARK_STALE, connection.dialect)
         rows = [dict(zip(("the_run", "the_attempt", "low", "high"), key, strict=True)) for key in keys]
@@ -134,11 +136,11 @@ def mark_stale(connection: Connection, steps: Iterable[tuple[str, str, wire.Ints
         connection.exec_driver_sql(sql, values)
 
 
-def _extents(steps: wire.Ints) -> Iterator[tuple[int, int]]:
-    """First and last of consecutive bins of steps."""
-    bins = np.unique(steps // BIN_STEPS)
-    begins = np.flatnonzero(np.diff(bins, prepend=-2) > 1)
-    yield from zip(bins[begins].tolist(), bins[np.append(begins[1:], len(bins)) - 1].tolist(), strict=True)
+def ranges(numbers: wire.Ints) -> Iterator[tuple[int, int]]:
+    """First and last of consecutive numbers, which are in rising order."""
+    begins = np.flatnonzero(np.diff(numbers, prepend=-2) > 1)
+    ends = np.append(begins[1:], len(numbers)) - 1
+    yield from zip(numbers[begins].tolist(), numbers[ends[: len(begins)]].tolist(), strict=True)
 
 
 def _planes(table: wire.Ints) -> bytes:

@@ -15,13 +15,20 @@ from sqlalchemy import Engine, Row, bindparam, case, func, select
 
 from ddpobs import wire
 from ddpobs_server.store import chunks, schema
+from ddpobs_server.store.upkeep import turns
+from ddpobs_server.store.upkeep.removal import Guard, unguarded
 
 _ROWS, _CHUNKS = 4096, 256
 """A chunk with fewer rows is small. Small chunks are joined up to this many rows or this many chunks."""
 
 
-def compact_active(engine: Engine, since_ns: int) -> Iterator[int]:
-    """Join the small chunks of the runs with a batch since then.
+def compact_active(engine: Engine, since_ns: int, guard: Guard = unguarded) -> Iterator[int]:
+    """Join the small chunks of the runs with a batch since then; workspaces take turns.
+
+    Args:
+        engine: Of the database.
+        since_ns: Time of the earliest latest batch.
+        guard: Contains the errors of a run.
 
     Yields:
         The decrease in the number of chunks, after each join.
@@ -29,8 +36,9 @@ def compact_active(engine: Engine, since_ns: int) -> Iterator[int]:
     c = schema.runs.c
     with engine.connect() as connection:
         active = connection.execute(select(c.run_id).where(c.last_seen_ns >= since_ns)).scalars().all()
-    for run in active:
-        yield from compact(engine, run)
+    for run in turns.in_turns(active):
+        with guard(run):
+            yield from compact(engine, run)
 
 
 def compact(engine: Engine, run: str) -> Iterator[int]:

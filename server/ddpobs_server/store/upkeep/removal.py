@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Engine, Exists, Table, exists, func, select, tuple_
@@ -11,6 +12,8 @@ from sqlalchemy import ColumnElement, Connection, Engine, Exists, Table, exists,
 from ddpobs_server.store import schema
 from ddpobs_server.store.database import database_errors
 from ddpobs_server.store.queries import aggregate_queries, unused_queries, workspace_queries
+from ddpobs_server.store.upkeep import binned as binned_steps
+from ddpobs_server.store.upkeep import turns
 from ddpobs_server.store.writing import deleted_attempts, fingerprints
 
 _CHUNKS, _PAGES = 5000, 8192
@@ -24,6 +27,18 @@ _LATELY_NS = 600 * 10**9
 """A run with a batch in this time may be running. To make room it loses columns only."""
 _COLUMN_BYTES = select(func.coalesce(func.sum(schema.runs.c.chunk_bytes), 0))
 _Conditions = Sequence[ColumnElement[bool]]
+Guard = Callable[[str], AbstractContextManager[None]]
+"""Makes a context that contains the errors of a run."""
+Lost = Callable[[str, int], None]
+
+
+def unguarded(_: str) -> AbstractContextManager[None]:
+    """Contain no error."""
+    return nullcontext()
+
+
+def _ignore(_run: str, _chunks: int) -> None:
+    """Report nothing."""
 
 
 def _pause() -> None:
@@ -57,10 +72,25 @@ def delete_rows(connection: Connection, run: str, only_if: _Conditions = ()) -> 
     return bool(removed)
 
 
-def expire_chunks(engine: Engine, before_ns: int) -> int:
+def expire_chunks(
+    engine: Engine,
+    before_ns: int,
+    limit_ns: int | None = None,
+    *,
+    guard: Guard = unguarded,
+    lost: Lost = _ignore,
+) -> int:
     """Remove the columns of batches that arrived before a time, and their items; return their space.
 
     Items are unused sets, events and fingerprints. Sums stay, and so do the items that metrics and diagnoses read.
+    Columns of steps stay until their bins are made.
+
+    Args:
+        engine: Of the database.
+        before_ns: The time.
+        limit_ns: Columns of batches that arrived before this time are removed without bins; None for `before_ns`.
+        guard: Contains the errors of a run.
+        lost: Called with a run and the number of its chunks that were removed without bins.
 
     Returns:
         Number of chunks removed.
@@ -71,14 +101,23 @@ def expire_chunks(engine: Engine, before_ns: int) -> int:
     with engine.connect() as connection:
         older = connection.execute(select(runs.run_id).where(runs.created_ns < before_ns, may_expire)).scalars().all()
     removed = 0
-    for run in older:
-        expired = _arrived_before(run, before_ns, c.source, c.seq).correlate(schema.chunks)
-        with engine.connect() as connection:  # Most runs have nothing to remove, and need no lock.
-            match = connection.execute(select(c.seq).where(c.run_id == run, expired).limit(1)).first()
-        if match is not None:
-            removed += sum(_delete_chunks(engine, run, expired))
-        for table in (schema.unused, schema.events, schema.fingerprints):
-            _expire_items(engine, table, run, before_ns)
+    for run in turns.in_turns(older):
+        with guard(run):
+            expired = _arrived_before(run, before_ns, c.source, c.seq).correlate(schema.chunks)
+            with engine.connect() as connection:  # Most runs have nothing to remove, and need no lock.
+                match = connection.execute(select(c.seq).where(c.run_id == run, expired).limit(1)).first()
+                binned = binned_steps.are_binned(connection, run) if match is not None else []
+            if match is not None:
+                removed += sum(_delete_chunks(engine, run, expired, *binned))
+            if binned:
+                limit = before_ns if limit_ns is None else limit_ns
+                late = sum(
+                    _delete_chunks(engine, run, _arrived_before(run, limit, c.source, c.seq).correlate(schema.chunks))
+                )
+                lost(run, late)
+                removed += late
+            for table in (schema.unused, schema.events, schema.fingerprints):
+                _expire_items(engine, table, run, before_ns)
     if removed:
         vacuum(engine)
     return removed
@@ -207,30 +246,32 @@ def expire_runs(engine: Engine, before_ns: int, workspace: str | None = None) ->
     return removed
 
 
-def shrink(engine: Engine, limit_bytes: int, workspace: str | None = None) -> tuple[int, int]:
+def shrink(engine: Engine, limit_bytes: int, workspace: str | None = None, *, lost: Lost = _ignore) -> tuple[int, int]:
     """Make room until the used size is below the limit: columns of silent runs, oldest first, then of any run.
 
     On SQLite, and for a workspace, whole silent runs are removed instead while rows take more room than columns.
-    Removing columns then would lose them in vain.
+    Removing columns then would lose them in vain. Columns of steps without bins are removed once there are no others.
 
     Args:
         engine: Of the database.
         limit_bytes: The limit.
         workspace: The only workspace to remove from, whose size is compared with the limit. None compares the whole
             database, and removes from the workspace with the most bytes.
+        lost: Called with a run and the number of its chunks that were removed without bins.
 
     Returns:
         Number of chunks, and number of runs removed.
     """
     removed_chunks = removed_runs = 0
+    without_binned: set[str] = set()
     while (used := used_bytes(engine) if workspace is None else _sizes(engine).get(workspace, 0)) > limit_bytes:
         victim = workspace if workspace is not None else _largest_workspace(engine)
-        whole, run = _oldest_runs(engine, victim, used)
+        whole, runs = _oldest_runs(engine, victim, used)
         if whole is not None:
             removed = int(delete_run(engine, whole, [_silent()]))
             removed_runs += removed
         else:
-            removed = next(_delete_chunks(engine, run, for_room=True), 0) if run is not None else 0
+            removed = _remove_oldest(engine, runs, without_binned, lost)
             removed_chunks += removed
         if not removed:
             break
@@ -240,17 +281,38 @@ def shrink(engine: Engine, limit_bytes: int, workspace: str | None = None) -> tu
     return removed_chunks, removed_runs
 
 
-def _oldest_runs(engine: Engine, workspace: str, used: int) -> tuple[str | None, str | None]:
-    """The run to remove whole, if any, and the run to remove columns of."""
+def _remove_oldest(engine: Engine, runs: Sequence[str], without_binned: set[str], lost: Lost) -> int:
+    """Remove some columns of the first run that has columns in bins; if none has, of the first run.
+
+    Args:
+        engine: Of the database.
+        runs: Runs with columns, in the order of removal.
+        without_binned: Runs that have no more columns in bins; grows.
+        lost: Called with a run and the number of its chunks that were removed without bins.
+    """
+    for run in runs:
+        if run not in without_binned:
+            with engine.connect() as connection:
+                binned = binned_steps.are_binned(connection, run)
+            if removed := next(_delete_chunks(engine, run, *binned, for_room=True), 0):
+                return removed
+            without_binned.add(run)
+    removed = next(_delete_chunks(engine, runs[0], for_room=True), 0) if runs else 0
+    if removed:
+        lost(runs[0], removed)
+    return removed
+
+
+def _oldest_runs(engine: Engine, workspace: str, used: int) -> tuple[str | None, list[str]]:
+    """The run to remove whole, if any, and the runs to remove columns of, in order."""
     runs, silent = schema.runs.c, _silent()
     of_workspace = runs.workspace == workspace
-    oldest = select(runs.run_id).where(of_workspace).order_by(runs.last_seen_ns, runs.run_id).limit(1)
+    oldest = select(runs.run_id).where(of_workspace).order_by(runs.last_seen_ns, runs.run_id)
     with_columns = oldest.where(runs.chunk_bytes > 0)
     with engine.connect() as connection:
         columns = connection.execute(_COLUMN_BYTES).scalar_one()
-        whole = connection.execute(oldest.where(silent)).scalar() if used >= 2 * columns else None
-        run = connection.execute(with_columns.where(silent)).scalar() or connection.execute(with_columns).scalar()
-    return whole, run
+        whole = connection.execute(oldest.where(silent).limit(1)).scalar() if used >= 2 * columns else None
+        return whole, list(connection.execute(with_columns).scalars())
 
 
 def _silent() -> ColumnElement[bool]:

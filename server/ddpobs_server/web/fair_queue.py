@@ -1,4 +1,4 @@
-"""A queue in which workspaces take turns, so that a batch waits for few batches of each other workspace."""
+"""A queue in which workspaces take turns, so that an item waits for few items of each other workspace."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class FairQueue(Generic[Item]):
         self._latest: dict[str, float] = {}
         self._changed = threading.Condition(threading.Lock())
 
-    def put(self, workspace: str, item: Item) -> None:
-        """Add an item."""
+    def put(self, workspace: str, item: Item, *, urgent: bool = False) -> None:
+        """Add an item; an urgent one is the next of its workspace."""
         with self._changed:
-            self._queues.setdefault(workspace, deque()).append(item)
+            items = self._queues.setdefault(workspace, deque())
+            (items.appendleft if urgent else items.append)(item)
             self._latest[workspace] = time.monotonic()
             self._size += 1
             self._changed.notify()
