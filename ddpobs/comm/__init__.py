@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpobs.comm.all_reduce import AllReduce
 from ddpobs.comm.base import BucketComm, CommFactory, DenseOnly, FuturePending, Pending, SkippedBucket
 from ddpobs.comm.registry import STRATEGIES, choose, name_of
 from ddpobs.comm.round_robin import RoundRobin
+from ddpobs.comm.strategies.all_reduce import AllReduce
 from ddpobs.comm.user_hook import CommHook, GradBucket
 
 _classes = {strategy.factory.__name__: strategy.factory for strategy in STRATEGIES}

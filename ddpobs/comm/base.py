@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 from ddpobs.buckets.bucket import Bucket
-from ddpobs.comm.all_reduce import AllReduce  # It imports nothing from here: its class fits the protocols below.
+
+# It imports nothing from here: its class fits the protocols below.
+from ddpobs.comm.strategies.all_reduce import AllReduce
 from ddpobs.torch_seam.collectives import value_of
 
 

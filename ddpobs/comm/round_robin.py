@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from ddpobs.buckets.bucket import Bucket
-from ddpobs.comm.all_reduce import AllReduce
 from ddpobs.comm.base import CommFactory, Pending
 from ddpobs.comm.side_groups import get_side_group
+from ddpobs.comm.strategies.all_reduce import AllReduce
 
 
 class RoundRobin:

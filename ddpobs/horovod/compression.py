@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ddpobs.buckets.bucket import Bucket
-from ddpobs.comm.all_reduce import AllReduce
 from ddpobs.comm.base import CommFactory, FuturePending, Pending
-from ddpobs.comm.cast import Fp16
+from ddpobs.comm.strategies.all_reduce import AllReduce
+from ddpobs.comm.strategies.cast import Fp16
 from ddpobs.torch_seam.collectives import all_reduce
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 import re
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ddpobs import comm
-from ddpobs.comm.registry import STRATEGIES, Strategy, choose
+from ddpobs.comm import strategies
+from ddpobs.comm.registry import STRATEGIES, choose
+from ddpobs.comm.strategy import Strategy
 from ddpobs.errors import ConfigError
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "communication.md"
@@ -31,6 +35,15 @@ def test_every_strategy_is_chosen_by_its_name_exported_and_pickled(strategy: Str
     assert strategy.factory.__name__ in comm.__all__
     assert getattr(comm, strategy.factory.__name__) is strategy.factory
     assert pickle.loads(pickle.dumps(strategy.factory)) is strategy.factory
+
+
+@pytest.mark.parametrize("name", [module.name for module in iter_modules(strategies.__path__)])
+def test_a_file_registers_each_of_its_classes_that_exchange_buckets(name: str) -> None:
+    module = import_module(f"{strategies.__name__}.{name}")
+    classes = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+    exchanging = {value for value in classes if hasattr(value, "launch") and not value.__name__.startswith("_")}
+    assert exchanging == {strategy.factory for strategy in module.STRATEGIES}
+    assert set(module.STRATEGIES) <= set(STRATEGIES)
 
 
 def test_an_error_lists_every_name_and_the_limits_of_arguments() -> None:

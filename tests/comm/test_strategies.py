@@ -19,7 +19,7 @@ from benchmarks.parameter_server import ParameterServer
 from ddpobs import DistributedDataParallel
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm import FuturePending, PowerSGD, TopK, registry
-from ddpobs.comm.int8 import BLOCK, decode, encode
+from ddpobs.comm.strategies.int8 import BLOCK, decode, encode
 from ddpobs.errors import ConfigError, ReducerError, UnusedParametersError
 from tests.support.distributed.compare import CAP, batch, grad, net, train
 from tests.support.distributed.launch import run_ranks

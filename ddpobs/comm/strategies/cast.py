@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm.base import DenseOnly, FuturePending, Pending
+from ddpobs.comm.strategy import Strategy
 from ddpobs.torch_seam.collectives import all_reduce
 
 
@@ -48,3 +49,6 @@ class Bf16(_Cast):
 
     name = "bf16"
     dtype = torch.bfloat16
+
+
+STRATEGIES = (Strategy("fp16", Fp16), Strategy("bf16", Bf16))

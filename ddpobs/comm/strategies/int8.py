@@ -13,6 +13,7 @@ from typing_extensions import override
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm.base import DenseOnly, Pending
 from ddpobs.comm.multi_stage import Stages
+from ddpobs.comm.strategy import Strategy
 from ddpobs.torch_seam.collectives import all_gather, wait_for
 
 BLOCK = 256
@@ -72,3 +73,6 @@ def decode(encoded: torch.Tensor) -> torch.Tensor:
     scales = encoded[:, : 4 * blocks].contiguous().view(torch.float32).view(rows, blocks, 1)
     whole = encoded[:, 4 * blocks :].contiguous().view(torch.int8).view(rows, blocks, BLOCK)
     return (whole * scales).view(rows, -1)
+
+
+STRATEGIES = (Strategy("int8", Int8),)

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm.base import DenseOnly, FuturePending, Pending
+from ddpobs.comm.strategy import Argument, Strategy
 from ddpobs.torch_seam.collectives import all_gather
 
 
@@ -52,3 +53,7 @@ class TopK(DenseOnly):
             return buffer
 
         return FuturePending(work.get_future().then(add_up))
+
+
+_DENSITY = Argument("density", float, lambda density: 0 < density <= 1, "above 0, at most 1")
+STRATEGIES = (Strategy("topk", TopK, _DENSITY),)

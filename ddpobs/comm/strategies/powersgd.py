@@ -10,6 +10,7 @@ from typing_extensions import override
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm.base import DenseOnly, Pending
 from ddpobs.comm.multi_stage import Stages
+from ddpobs.comm.strategy import Argument, Strategy
 from ddpobs.comm.user_hook import GradBucket
 
 
@@ -77,3 +78,6 @@ class PowerSGD(DenseOnly):
             generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
             fresh = torch.randn(matrices.shape, generator=generator).to(matrices)
             matrices.copy_(torch.where(finite, matrices, fresh))
+
+
+STRATEGIES = (Strategy("powersgd", PowerSGD, Argument("rank", int, lambda rank: rank >= 1, "at least 1")),)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ddpobs.buckets.bucket import Bucket
+from ddpobs.comm.strategy import Strategy
 from ddpobs.torch_seam.collectives import all_reduce, wait_for
 
 
@@ -56,3 +57,6 @@ class _SparsePending(_Pending):
         wait_for(self.work)
         result: torch.Tensor = self.work.get_future().value()[0]
         self._bucket.parameters[0].grad = result
+
+
+STRATEGIES = (Strategy("all_reduce", AllReduce),)
