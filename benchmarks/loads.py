@@ -82,19 +82,18 @@ def _steps(step: wire.Ints, start: wire.Ints, backward: wire.Ints, random: np.ra
     phases = {f"{phase}_ns": random.integers(1000, 20_000, len(step)) * 1000 for phase in wire.PHASES}
     phases["backward_ns"] = backward
     own = {f"own_{phase}_ns": phases[f"{phase}_ns"] for phase in wire.OWN_PHASES}
-    return wire.Steps(
-        step=step,
-        collective=step,
-        start_ns=start,
-        end_ns=start + sum(phases.values()),
-        own_ns=np.sum(list(own.values()), axis=0),
-        comm_ns=phases["exposed_comm_ns"],
-        micro_steps=np.ones(len(step), np.int64),
-        samples=np.full(len(step), 32),
-        flags=np.full(len(step), wire.SYNCHRONISED),
-        **phases,
-        **own,
-    )
+    columns = {
+        "step": step,
+        "collective": step,
+        "start_ns": start,
+        "end_ns": start + sum(phases.values()),
+        "own_ns": np.sum(list(own.values()), axis=0),
+        "comm_ns": phases["exposed_comm_ns"],
+        "micro_steps": np.ones(len(step), np.int64),
+        "samples": np.full(len(step), 32),
+        "flags": np.full(len(step), wire.SYNCHRONISED),
+    }
+    return wire.Steps.of_older(columns | phases | own)
 
 
 def _spans(step: wire.Ints, ready: wire.Ints, launched: wire.Ints, done: wire.Ints) -> wire.Spans:

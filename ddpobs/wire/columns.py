@@ -75,7 +75,7 @@ class Columns:
     They are the rows of one table, so that one numpy call serves them all.
 
     Args:
-        **columns: One array for each name; a column that was `added_later` may be absent.
+        **columns: One array for each name, also for a column that was `added_later`: whoever makes a record fills all.
 
     Attributes:
         table: Shape (columns, rows).
@@ -100,10 +100,18 @@ class Columns:
             setattr(cls, name, property(partial(_row, index)))
 
     def __init__(self, **columns: Ints) -> None:
-        columns = self.with_defaults(columns)
         if columns.keys() != set(self.names):
-            raise TypeError(f"expected {', '.join(self.names)}, got {', '.join(columns)}")
+            missing, unknown = set(self.names) - columns.keys(), columns.keys() - set(self.names)
+            raise TypeError(
+                f"{type(self).__name__} lacks columns: {', '.join(sorted(missing)) or 'none'}; "
+                f"columns that it does not have: {', '.join(sorted(unknown)) or 'none'}"
+            )
         self.table: Ints = np.array([columns[name] for name in self.names], np.int64)
+
+    @classmethod
+    def of_older(cls, columns: Mapping[str, Ints]) -> Self:
+        """Build a record of an older client's columns: those that were added later take their defaults."""
+        return cls(**cls.with_defaults(columns))
 
     @classmethod
     def with_defaults(cls, columns: Mapping[str, Ints]) -> dict[str, Ints]:

@@ -105,8 +105,8 @@ def unpack_as(kind: type[_C], packed: bytes, limit_bytes: int = UNPACKED_BYTES) 
         return kind.from_table(table)
     if missing := sorted(set(kind.required()) - set(names)):
         raise WireError("packed_spans", "every column of spans", f"none of {', '.join(missing)}")
-    columns = kind.with_defaults(dict(zip(names, table, strict=True)))
-    return kind(**{name: columns[name] for name in kind.names})
+    columns = dict(zip(names, table, strict=True))
+    return kind.of_older({name: columns[name] for name in kind.names if name in columns})
 
 
 def pack_column(column: Ints) -> list[Any]:
@@ -140,7 +140,9 @@ def unpack_columns(kind: type[_C], packed: Any) -> _C:
     if any(len(column.values) != rows * _WIDTHS[column.width].itemsize for column in columns):
         return _unpacked_one_by_one(kind, packed)
     table = _widened(columns, rows)
-    return kind.from_table(table) if len(names) == len(kind.names) else kind(**dict(zip(names, table, strict=True)))
+    if len(names) == len(kind.names):
+        return kind.from_table(table)
+    return kind.of_older(dict(zip(names, table, strict=True)))
 
 
 def unpack_column(packed: Any) -> Ints:
@@ -181,7 +183,7 @@ def _unpacked_one_by_one(kind: type[_C], packed: Any) -> _C:
         rows = len(columns[kind.names[0]])
         if len(columns[name]) != rows:
             raise WireError(name, f"{rows} values, as in the columns before it", len(columns[name]))
-    return kind(**columns)
+    return kind.of_older(columns)
 
 
 def _unpacked(packed: bytes, limit_bytes: int) -> tuple[tuple[str, ...], Ints]:

@@ -65,10 +65,18 @@ def test_a_column_declared_as_a_time_is_bounded_by_the_anchor() -> None:
         wire.decode(wire.encode(batch(spans=late)))
 
 
-def test_a_record_may_be_built_without_its_later_columns() -> None:
-    assert is_extended(NewerSpans(**spans().by_name()), spans())
-    assert NewerSpans(**spans().by_name(), retries=np.arange(3)).retries.tolist() == [0, 1, 2]
+def test_an_older_record_becomes_a_newer_one_by_the_defaults_of_the_later_columns() -> None:
+    assert is_extended(NewerSpans.of_older(spans().by_name()), spans())
+    assert NewerSpans.of_older(spans().by_name() | {"retries": np.arange(3)}).retries.tolist() == [0, 1, 2]
     assert NewerSpans.required() == list(wire.Spans.names)
+
+
+def test_a_record_is_not_built_without_a_later_column_so_that_a_rank_fills_each() -> None:
+    columns = spans().by_name() | {"retries": np.arange(3)}
+    with pytest.raises(TypeError, match="NewerSpans lacks columns: queued_ns; columns that it does not have: none"):
+        NewerSpans(**columns)
+    with pytest.raises(TypeError, match="Spans lacks columns: none; columns that it does not have: retries"):
+        wire.Spans(**columns)
 
 
 @pytest.mark.parametrize("rows", [0, 3, 5000])

@@ -216,7 +216,7 @@ def test_columns_may_be_lists_and_unknown_columns_are_skipped() -> None:
 def test_columns_of_unequal_length_are_refused() -> None:
     with pytest.raises(ValueError, match="inhomogeneous"):
         spans(done_ns=np.array([1, 2]))
-    with pytest.raises(TypeError, match="expected step, module"):
+    with pytest.raises(TypeError, match="Spans lacks columns: bucket, done_ns, "):
         wire.Spans(step=np.zeros(1, np.int64))  # type: ignore[call-arg]
 
 
