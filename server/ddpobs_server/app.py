@@ -64,6 +64,7 @@ class _Collector(FastAPI):
         """Add the schemas of batches and the fields' descriptions to FastAPI's document."""
         document = super().openapi()
         document["components"]["schemas"] |= upload.SCHEMAS
+        document["paths"] = dict(sorted(document["paths"].items()))
         describe(document)
         if root_path := self.state.settings.root_path:
             document["servers"] = [{"url": root_path}]

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
+
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ddpobs_server.api import (
-    account_route,
-    columns,
-    compare,
-    diagnosis,
-    figures,
-    health,
-    labels,
-    layout,
-    pipeline_route,
-    ranks,
-    runs,
-    workspaces,
-)
 from ddpobs_server.web.chunked_responses import ChunkedResponses
+
+MODULES = tuple(f"{__name__}.{module.name}" for module in iter_modules(__path__))
+"""Names of this folder's files."""
 
 
 class _HeadAsGet:
@@ -36,21 +28,9 @@ class _HeadAsGet:
 
 
 def install(app: FastAPI) -> None:
-    """Add the routes."""
+    """Add the routes of each file of this folder that has a `router`."""
     app.add_middleware(_HeadAsGet)
     app.add_middleware(ChunkedResponses)
-    for module in (
-        health,
-        runs,
-        labels,
-        ranks,
-        layout,
-        columns,
-        diagnosis,
-        account_route,
-        pipeline_route,
-        compare,
-        figures,
-        workspaces,
-    ):
-        app.include_router(module.router)
+    for module in map(import_module, MODULES):
+        if hasattr(module, "router"):
+            app.include_router(module.router)

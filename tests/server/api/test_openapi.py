@@ -15,9 +15,12 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
+from ddpobs_server import api
 from ddpobs_server.analysis.findings.registry import FACTS
 from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
 
 from benchmarks.rig import patience
 from benchmarks.rig.collector import Collector
@@ -85,6 +88,14 @@ def test_every_field_has_a_description_that_names_its_unit_and_the_reason_for_nu
     nullable = [(schema, name) for schema, name, field in fields if "null" in kinds(field)]
     assert len(nullable) > 100
     assert [key for key in nullable if "null" not in texts[key]] == []
+
+
+def test_the_document_has_the_routes_of_every_router_in_the_folder_of_the_api(document: Any) -> None:
+    modules = map(importlib.import_module, api.MODULES)
+    routers = [value for module in modules for value in vars(module).values() if isinstance(value, APIRouter)]
+    paths = {route.path for router in routers for route in router.routes if isinstance(route, APIRoute)}
+    assert "/api/v1/runs/{run}/account" in paths
+    assert paths - set(document["paths"]) == set()
 
 
 def test_every_operation_has_a_short_id_and_every_parameter_a_description(document: Any) -> None:
