@@ -132,8 +132,8 @@ class ModuleRecorder:
     def backward(self, counted: bool = False) -> BackwardRecord | None:
         """Return a new record for the synchronised backward that begins.
 
-        Some records sample the readiness of each parameter. None during the capture of a CUDA graph, in which nothing
-        may be recorded.
+        Some records sample the readiness of each parameter, if the module has a layout. None during the capture of a
+        CUDA graph, in which nothing may be recorded.
 
         Args:
             counted: `reduction_began` was called for this backward.
@@ -141,7 +141,7 @@ class ModuleRecorder:
         self._count_backward()
         if self._journal.thread.paused:
             return None
-        sampled = self._backwards % self._readiness_every == 0
+        sampled = bool(self._layout) and self._backwards % self._readiness_every == 0
         self._backwards += 1
         self.current = BackwardRecord(
             self.index, self._revision, len(self._layout), self._parameters if sampled else None
