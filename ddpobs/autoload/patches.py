@@ -89,8 +89,8 @@ def _watch_optimizers(module: Any) -> None:
 
 
 def _explain(*_: object) -> None:
-    """Print on rank 0, once, why this training has no telemetry; Horovod's optimizer has its own."""
-    if _explained:
+    """Print on rank 0, once, why this training has no telemetry; other doors than DDP's join it themselves."""
+    if _explained or "ddpobs.horovod" in sys.modules or _was_joined():
         return
     _explained.append(True)
     try:
@@ -101,12 +101,17 @@ def _explain(*_: object) -> None:
         initialised = dist.is_available() and dist.is_initialized()
         rank = dist.get_rank() if initialised else int(os.environ.get("RANK", "0"))
         size = dist.get_world_size() if initialised else int(os.environ.get("WORLD_SIZE", "1"))
-        if rank == 0 and "ddpobs.horovod" not in sys.modules and not from_environment(os.environ).quiet:
+        if rank == 0 and not from_environment(os.environ).quiet:
             alone = "one process only trains here, without DistributedDataParallel: start it with torchrun"
             unseen = "no DistributedDataParallel module was built (FSDP and DeepSpeed have no telemetry)"
             _print(f"no telemetry: {alone if size == 1 else unseen}")
     except Exception as error:
         _print(f"no telemetry: {error}")
+
+
+def _was_joined() -> bool:
+    telemetry = sys.modules.get("ddpobs.telemetry")
+    return telemetry is not None and telemetry.was_joined()
 
 
 def _attach(model: Any) -> None:

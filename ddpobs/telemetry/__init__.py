@@ -21,7 +21,7 @@ from ddpobs.telemetry.process import Telemetry
 from ddpobs.torch_seam.collectives import ranks_of
 from ddpobs.torch_seam.modes import unseen
 
-__all__ = ["Telemetry", "current_run", "forget", "join", "leave"]
+__all__ = ["Telemetry", "current_run", "forget", "join", "leave", "was_joined"]
 
 _process: Telemetry | None = None
 _generation = 0
@@ -93,6 +93,11 @@ def forget(recorder: ModuleObserver) -> None:
 def current_run() -> Run | None:
     """Return this process's run at its collector; None without telemetry, or before the ranks agree on the run."""
     return None if _process is None else _process.run
+
+
+def was_joined() -> bool:
+    """Whether a module of this process has joined, also if its telemetry could not start or has ended."""
+    return _generation > 0
 
 
 def _device(module: torch.nn.Module) -> torch.device:

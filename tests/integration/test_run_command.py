@@ -102,6 +102,23 @@ for _ in range(3):
 """
 
 
+JOINED = """
+import torch
+import torch.distributed as dist
+from ddpobs import TelemetryConfig, telemetry
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+joined = torch.nn.Linear(2, 1)
+recorder = telemetry.join(joined, TelemetryConfig(), dist.group.WORLD, {})
+"""
+
+
+def test_a_training_through_a_door_without_ddp_is_not_called_one_without_telemetry() -> None:
+    leave = "telemetry.leave(recorder)\ndist.destroy_process_group()\n"
+    done = run_to_end(command("-c", JOINED + OPTIMIZER + leave))
+    assert done.returncode == 0, done.stderr
+    assert "no telemetry" not in done.stderr
+
+
 def test_a_training_without_ddp_prints_once_on_rank_0_why_it_has_no_telemetry() -> None:
     """The ranks take turns in one process, which reads its rank from the environment at the first step.
 
