@@ -25,6 +25,7 @@ from ddpobs import telemetry
 from tests.support.distributed.compare import batch, net
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
+from tests.support.layers import DOORS
 
 _SYSTEM = {"posix", "_io", "_socket", "mmap", "_thread", "_signal", "fcntl", "select"}
 """Modules of the interpreter whose functions are system calls, or make them."""
@@ -100,7 +101,8 @@ def horovod(config: ddpobs.TelemetryConfig) -> Any:
     return model
 
 
-DOORS = {"own": own, "attached": attached, "horovod": horovod}
+BUILD = {"ddp": own, "attachment": attached, "horovod": horovod}
+"""Builds a model that trains through a door, by the door's folder."""
 
 
 def leftovers() -> list[str]:
@@ -148,15 +150,19 @@ def fail_in_turn(_rank: int, _size: int, door: str) -> dict[str, str]:
     """Return what is wrong by failing system call, with its number."""
     found: dict[str, str] = {}
     for number in range(_MAX_CALLS):
-        name, wrong = start(DOORS[door], number)
+        name, wrong = start(BUILD[door], number)
         if not name:
             return found
         found[f"{number} {name}"] = wrong
     raise AssertionError("the start makes too many system calls")
 
 
+def test_every_door_is_tried() -> None:
+    assert sorted(BUILD) == sorted(DOORS)
+
+
 @pytest.mark.parametrize(
-    "door", ["own", *(pytest.param(door, marks=pytest.mark.wide) for door in DOORS if door != "own")]
+    "door", [pytest.param(door, marks=[pytest.mark.wide] if door != "ddp" else []) for door in DOORS]
 )
 def test_whichever_system_call_of_the_start_fails_the_training_goes_on(door: str) -> None:
     found: dict[str, str]
