@@ -12,6 +12,7 @@ import pytest
 import typer
 import yaml
 from ddpobs_server.api import concurrency
+from ddpobs_server.figures.registry import figure_kinds
 from ddpobs_server.operations import retention
 from ddpobs_server.operations.commands import cli as server_cli
 from ddpobs_server.settings import Settings
@@ -182,6 +183,12 @@ def test_the_terminal_page_has_every_command_with_each_of_its_options() -> None:
         else:
             missing += [f"{name} {option}" for option in options if option not in common and option not in row[1]]
     assert missing == []
+
+
+def test_the_guide_to_the_page_has_every_figure() -> None:
+    rows = [row[0] for row in table_rows((ROOT / "docs" / "page.md").read_text())]
+    titles = [kind.title.lower() for kind in figure_kinds().values()]
+    assert [title for title in titles if not any(row.startswith(title) for row in rows)] == []
 
 
 def test_the_horovod_table_has_every_public_name() -> None:
