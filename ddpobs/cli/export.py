@@ -30,9 +30,9 @@ def export(
     kind: Annotated[Kind, typer.Option("--rows", help="Steps, or bucket spans.")] = Kind.STEPS,
     collector: CollectorOption = None,
 ) -> None:
-    """Save a run's steps or bucket spans as a Parquet file, with the columns run and attempt.
+    r"""Save a run's steps or bucket spans as a Parquet file, with the columns run and attempt.
 
-    Needs pyarrow: pip install 'ddpobs[export]'.
+    Needs pyarrow: pip install 'ddpobs\[export]'.
     """
     try:
         import pyarrow  # noqa: F401

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
 from enum import StrEnum
 from http import HTTPStatus
@@ -24,13 +27,14 @@ from ddpobs.cli.app import (
     main,
     settings,
 )
-from ddpobs.client.reader import read, read_file
+from ddpobs.client.reader import page_address, read, read_file
 from ddpobs.config import TelemetryConfig
 from ddpobs.errors import CollectorError
-from ddpobs.shared.words import finding_heading, finding_lines, labelled, percent
+from ddpobs.shared.words import LABEL_COLUMNS, finding_heading, finding_lines, labelled, percent
 from ddpobs.wire import printable
 
 _MIN_SHARE, _MAX_PARTS = 0.01, 8
+_MIN_COLUMNS = 40
 _MAX_NAMES = 8
 """Stages or ranks in a line."""
 
@@ -69,6 +73,7 @@ def report(
             typer.echo(json.dumps(diagnosis | {"account": account} | with_pipeline, indent=2))
         else:
             _print(diagnosis, account, pipeline, _interrupt(config, run))
+            typer.echo(f"\n{page_address(config.collector, run)}")
     if fail_on is not None:
         severities = list(Severity)[list(Severity).index(fail_on) :]
         if any(finding["severity"] in severities for finding in diagnosis["findings"]):
@@ -107,9 +112,8 @@ def _pipeline(config: TelemetryConfig, run: str) -> dict[str, Any] | None:
 
 def _print(diagnosis: dict[str, Any], account: dict[str, Any], pipeline: dict[str, Any] | None, interrupt: str) -> None:
     findings = diagnosis["findings"]
-    worst = finding_heading(findings[0]) if findings else "no finding"
-    typer.echo(printable(f"run {diagnosis['run']}: {worst}"))
-    typer.echo(f"{diagnosis['steps_seen']} steps seen, {len(findings)} finding{'s' * (len(findings) != 1)}")
+    count = f"{len(findings) or 'no'} finding{'s' * (len(findings) > 1)}"
+    typer.echo(printable(f"run {diagnosis['run']}: {count} in {diagnosis['steps_seen']} steps"))
     if interrupt:
         typer.echo(coloured(printable(interrupt), "interrupted"))
     for line in [*_account_lines(account), *_pipeline_lines(pipeline)]:
@@ -118,11 +122,18 @@ def _print(diagnosis: dict[str, Any], account: dict[str, Any], pipeline: dict[st
         typer.echo()
         typer.echo(coloured(printable(finding_heading(finding)), finding["severity"]))
         for label, text in finding_lines(finding):
-            typer.echo(printable(f"  {labelled(label, text)}"))
+            for row, line in enumerate(_wrapped(printable(text))):
+                typer.echo(f"  {labelled('' if row else label, line)}")
     if diagnosis["missing"]:
         typer.echo()
     for missing in diagnosis["missing"]:
         typer.echo(printable(f"not judged: {missing}"))
+
+
+def _wrapped(text: str) -> list[str]:
+    """Lines that fit the terminal; one line for a file or a pipe."""
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    return textwrap.wrap(text, max(_MIN_COLUMNS, columns - LABEL_COLUMNS - 2)) or [""]
 
 
 def _account_lines(account: dict[str, Any]) -> list[str]:

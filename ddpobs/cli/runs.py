@@ -20,6 +20,7 @@ _TITLES = ("run", "state", "ranks", "steps", "started (UTC)", "worst finding")
 _STATE = _TITLES.index("state")
 
 
+@main.command("runs", hidden=True)
 @main.command("list")
 def list_runs(
     collector: CollectorOption = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -42,6 +42,7 @@ def trace(
     reply = _trace(config, run, bounds, slowest)
     if not reply.document["traceEvents"]:
         fail(f"run {run} has none of the steps {bounds[0]} to {bounds[1]}", FAILED)
+    bounds = _held(reply.document["traceEvents"], bounds)
     file = output or Path(f"{run}-{bounds[0]}-{bounds[1]}.json")
     try:
         file.write_bytes(reply.body)
@@ -82,6 +83,12 @@ def _trace(config: TelemetryConfig, run: str, bounds: tuple[int, int], slowest: 
         if error.status != HTTPStatus.UNPROCESSABLE_ENTITY:
             fail(str(error), FAILED)
     return ask(config, f"/runs/{run}/trace", {"from": str(slowest)})
+
+
+def _held(events: list[dict[str, Any]], bounds: tuple[int, int]) -> tuple[int, int]:
+    """First and last step that the trace holds, of those that were requested."""
+    steps = [event["args"]["step"] for event in events if "step" in event.get("args", {})]
+    return max(bounds[0], min(steps, default=bounds[0])), min(bounds[1], max(steps, default=bounds[1]))
 
 
 def _bounds(steps: str) -> tuple[int, int]:

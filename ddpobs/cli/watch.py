@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddpobs.cli.app import BAD_STATE, CollectorOption, RunArgument, ask, chosen_run, main, settings
+from ddpobs.cli.app import BAD_STATE, FAILED, CollectorOption, RunArgument, ask, chosen_run, fail, main, settings
+from ddpobs.client.reader import read
+from ddpobs.config import TelemetryConfig
+from ddpobs.errors import CollectorError
 from ddpobs.shared.words import finding_heading, finding_lines, labelled
 from ddpobs.wire import OWN_PHASES, printable
 from ddpobs.wire.states import OVER
@@ -17,6 +22,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _MAX_RANKS, _MAX_FINDINGS = 16, 3
+_WIDE = 110
+"""Columns of a terminal that shows the phases of each rank, too."""
+_AWAIT_S = 1.0
 _STYLES = {"critical": "bold red", "warning": "bold yellow", "info": "cyan"}
 
 
@@ -32,7 +40,8 @@ def watch(
     """
     config = settings(collector)
     run = chosen_run(config, run_id)
-    look = _Look(time.monotonic())
+    look = _Look()
+    _await(config, run)
 
     def refresh() -> _Look:
         path = f"/runs/{run}"
@@ -50,52 +59,67 @@ def watch(
         raise typer.Exit(BAD_STATE)
 
 
-class _Look:
-    """The latest state of the run, and the speed since the look before."""
+def _await(config: TelemetryConfig, run: str) -> None:
+    """Wait until the run has reported."""
+    told = False
+    while True:
+        try:
+            read(config, f"/runs/{run}")
+        except CollectorError as error:
+            if error.status != HTTPStatus.NOT_FOUND:
+                fail(str(error), FAILED)
+        else:
+            return
+        if not told:
+            typer.echo(f"ddpobs: waiting for run {run}, which has not reported to {config.collector} yet", err=True)
+            told = True
+        time.sleep(_AWAIT_S)
 
-    def __init__(self, at_s: float) -> None:
-        self.at_s, self.steps, self.state = at_s, -1, ""
-        self.rate: float | None = None
+
+class _Look:
+    """The latest state of the run."""
+
+    def __init__(self) -> None:
+        self.steps, self.state = 0, ""
         self.run: dict[str, Any] = {}
         self.ranks: list[dict[str, Any]] = []
         self.findings: list[dict[str, Any]] = []
 
     def refreshed(self, run: dict[str, Any], ranks: list[dict[str, Any]], findings: list[dict[str, Any]]) -> _Look:
         """Take in the collector's responses."""
-        now_s = time.monotonic()
-        if self.steps >= 0 and run["steps"] > self.steps:
-            self.rate = (run["steps"] - self.steps) / (now_s - self.at_s)
-        if run["steps"] != self.steps:
-            self.at_s, self.steps = now_s, run["steps"]
-        self.run, self.ranks, self.findings, self.state = run, ranks, findings, run["state"]
+        self.steps, self.state = run["steps"], run["state"]
+        self.run, self.ranks, self.findings = run, ranks, findings
         return self
 
     @property
     def line(self) -> str:
         """State, steps and worst finding."""
         worst = self.findings[0]["verdict"] if self.findings else "no finding"
-        return printable(f"{self.run['run']}: {self.state}, step {self.steps}{self._rate}: {worst}")
+        return printable(f"{self.run['run']}: {self.state}, step {self.steps}{self._step_time}: {worst}")
 
     @property
-    def _rate(self) -> str:
-        return "" if self.rate is None else f", {self.rate:.1f} steps/s"
+    def _step_time(self) -> str:
+        """The mean step time of the slowest rank, without time between steps."""
+        step_ns = max((sum(times.values()) for rank in self.ranks if (times := rank["phases_ns"])), default=0)
+        return f", {step_ns / 1e6:.1f} ms a step" if step_ns else ""
 
-    def screen(self) -> RenderableType:
+    def screen(self, columns: int) -> RenderableType:
         """The ranks as a table, with the parts of the worst finding and the verdicts of the next ones below."""
         from rich.console import Group
         from rich.markup import escape
         from rich.table import Table
         from rich.text import Text
 
-        title = printable(f"{self.run['run']}: {self.state}, step {self.steps}{self._rate}")
+        title = printable(f"{self.run['run']}: {self.state}, step {self.steps}{self._step_time}")
         table = Table(title=escape(title), title_justify="left", title_style="bold")
-        for name in ("rank", "host", "state", "step", "does", "own ms", *(f"{phase} ms" for phase in OWN_PHASES)):
+        phases = OWN_PHASES if columns >= _WIDE else ()
+        for name in ("rank", "host", "state", "step", "does", "own ms", *(f"{phase} ms" for phase in phases)):
             table.add_column(name, justify="left" if name in ("host", "state", "does") else "right")
         slowest = max((rank["own_ns"] or 0 for rank in self.ranks), default=0)
         shown = sorted(self.ranks, key=lambda rank: -(rank["own_ns"] or 0))[:_MAX_RANKS]
         for rank in sorted(shown, key=lambda rank: int(rank["rank"])):
             is_slowest = len(self.ranks) > 1 and rank["own_ns"] == slowest > 0
-            table.add_row(*map(escape, _cells(rank)), style="bold" if is_slowest else "")
+            table.add_row(*map(escape, _cells(rank, phases)), style="bold" if is_slowest else "")
         if len(self.ranks) > _MAX_RANKS:
             table.caption = f"the {_MAX_RANKS} ranks with the longest own time of {len(self.ranks)}"
         findings = self.findings[:_MAX_FINDINGS]
@@ -105,9 +129,9 @@ class _Look:
         return Group(table, *map(Text.from_markup, lines or ["no finding"]))
 
 
-def _cells(rank: dict[str, Any]) -> list[str]:
+def _cells(rank: dict[str, Any], shown: Sequence[str]) -> list[str]:
     pulse, phases = rank["pulse"] or {}, rank["phases_ns"] or {}
-    values = [rank["own_ns"], *(phases.get(name) for name in OWN_PHASES)]
+    values = [rank["own_ns"], *(phases.get(name) for name in shown)]
     times = ["" if value is None else f"{value / 1e6:.1f}" for value in values]
     phase = pulse.get("phase", "") if rank["state"] in ("running", "hung") else ""
     texts = [str(rank["rank"]), rank["host"] or "", rank["state"], str(rank["last_step"]), phase]
@@ -117,11 +141,13 @@ def _cells(rank: dict[str, Any]) -> list[str]:
 def _watch_live(refresh: Any, every_s: float) -> None:
     from rich.live import Live
 
-    with Live(refresh().screen(), auto_refresh=False) as live:
-        while (look := refresh()).state not in OVER:
-            live.update(look.screen(), refresh=True)
+    with Live(auto_refresh=False) as live:
+        while True:
+            look = refresh()
+            live.update(look.screen(live.console.width), refresh=True)
+            if look.state in OVER:
+                return
             time.sleep(every_s)
-        live.update(look.screen(), refresh=True)
 
 
 def _watch_lines(refresh: Any, every_s: float) -> None:

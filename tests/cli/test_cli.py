@@ -81,8 +81,7 @@ def test_report_prints_the_parts_of_a_finding_with_control_characters_escaped() 
     with collector(lambda path: (200, {}, json.dumps(answers[path]).encode())) as server:
         completed = ddpobs("report", "r", "--collector", server.url)
     assert completed.stdout == (
-        "run r: warning: rank 3 is slow at \\x1b[2Ja\\nb é\n"
-        "9 steps seen, 1 finding\n"
+        "run r: 1 finding in 9 steps\n"
         "wall time: 90 s; goodput 25 % of the run; 0.0375 gpu-hours lost (cost 0.11)\n"
         "  checkpoints      75 % of the run\n"
         "  steps: forward   25 % of the run\n\n"
@@ -92,7 +91,8 @@ def test_report_prints_the_parts_of_a_finding_with_control_characters_escaped() 
         "  where   node-7; bucket 0.2: layer.0, layer.1, layer.2, …\n"
         "  do      look\\n\n"
         "  saves   12.8 ms of 51 ms a step (25 ± 1 %)\n\n"
-        "not judged: epochs: none seen\n"
+        "not judged: epochs: none seen\n\n"
+        f"{server.url}/runs/r\n"
     )
 
 
@@ -105,7 +105,8 @@ def test_report_without_a_run_is_about_the_newest() -> None:
     }
     with collector(lambda path: (200, {}, json.dumps(answers[path]).encode())) as server:
         assert ddpobs("report", "--collector", server.url).stdout == (
-            "run new: no finding\n9 steps seen, 0 findings\nwall time: not known, because no rank has sent an account\n"
+            "run new: no finding in 9 steps\nwall time: not known, because no rank has sent an account\n"
+            f"\n{server.url}/runs/new\n"
         )
     with collector(lambda path: (200, {}, b'{"runs": [], "next": null}')) as server:
         completed = ddpobs("report", "--collector", server.url)
@@ -183,11 +184,13 @@ def test_a_collector_without_html_reports_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("end", "code"), [("finished", 0), ("failed", 3), ("lost", 3)])
 def test_watch_prints_each_change_and_ends_with_the_run(end: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpobs.cli.watch.time.sleep", lambda _: None)
-    states = [("running", 3), ("running", 3), (end, 5)]
+    states = [("running", 3), ("running", 3), ("running", 3), (end, 5)]
 
     def reply(path: str) -> Reply:
         answers: dict[str, object] = {
-            "/api/v1/runs/r/ranks": {"ranks": []},
+            "/api/v1/runs/r/ranks": {
+                "ranks": [{"rank": 0, "phases_ns": {"forward": 1_000_000, "backward": 2_500_000}}]
+            },
             "/api/v1/runs/r/diagnostics": {"findings": [{"verdict": "slow\n"}]},
         }
         if path not in answers:
@@ -198,8 +201,41 @@ def test_watch_prints_each_change_and_ends_with_the_run(end: str, code: int, mon
     with collector(reply) as server:
         done = invoke("watch", "r", "--collector", server.url)
     first, last = done.stdout.splitlines()
-    assert (done.exit_code, first) == (code, "r: running, step 3: slow\\n")
-    assert last.startswith(f"r: {end}, step 5, ")
+    assert (done.exit_code, first) == (code, "r: running, step 3, 3.5 ms a step: slow\\n")
+    assert last == f"r: {end}, step 5, 3.5 ms a step: slow\\n"
+
+
+def test_watch_waits_for_a_run_that_has_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("ddpobs.cli.watch.time.sleep", pauses.append)
+
+    def reply(path: str) -> Reply:
+        if not pauses:
+            return 404, {}, b'{"title": "No such run", "detail": "r"}'
+        answers = {"ranks": {"ranks": []}, "diagnostics": {"findings": []}}
+        finished = {"run": "r", "state": "finished", "steps": 7}
+        return 200, {}, json.dumps(answers.get(path.rsplit("/", 1)[-1], finished)).encode()
+
+    with collector(reply) as server:
+        done = invoke("watch", "r", "--collector", server.url)
+    assert done.stderr == f"ddpobs: waiting for run r, which has not reported to {server.url} yet\n"
+    assert (done.exit_code, done.stdout) == (0, "r: finished, step 7: no finding\n")
+
+
+def test_a_narrow_terminal_shows_the_own_time_alone() -> None:
+    rank = {"rank": 0, "host": "vm", "state": "running", "last_step": 3, "pulse": None, "own_ns": 2_500_000}
+    rank["phases_ns"] = {"forward": 1_000_000, "backward": 1_500_000}
+    look = watching._Look().refreshed({"run": "r", "state": "running", "steps": 3}, [rank], [])
+    for columns, shown in (80, False), (140, True):
+        console = Console(width=columns, record=True, file=io.StringIO())
+        console.print(look.screen(columns))
+        text = console.export_text()
+        assert ("backward ms" in text) == shown
+        assert "2.5" in text
+
+
+def test_the_help_of_export_names_the_packages_to_install() -> None:
+    assert "pip install 'ddpobs[export]'" in invoke("export", "--help", TERM="dumb").stdout
 
 
 def test_watch_shows_the_parts_of_the_worst_finding_and_the_verdicts_of_the_next_ones() -> None:
@@ -207,9 +243,9 @@ def test_watch_shows_the_parts_of_the_worst_finding_and_the_verdicts_of_the_next
         {"severity": "critical", "verdict": "Rank 3 is [slow]", "cause": "its host", "remedy": "Look.", "gain": None},
         {"severity": "info", "verdict": "Data is late", "remedy": "Add workers.", "gain": None},
     ]
-    look = watching._Look(0.0).refreshed({"run": "r", "state": "running", "steps": 3}, [], findings)
+    look = watching._Look().refreshed({"run": "r", "state": "running", "steps": 3}, [], findings)
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(look.screen())
+    console.print(look.screen(100))
     shown = [line.rstrip() for line in console.export_text().splitlines()]
     assert shown[-4:] == [
         "critical: Rank 3 is [slow]",

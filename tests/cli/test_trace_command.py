@@ -10,6 +10,8 @@ import pytest
 from tests.support.cli import answering, ddpobs, invoke
 from tests.support.integration.collectors import Reply, collector
 
+STEP = {"name": "step 7", "args": {"step": 7}}
+
 
 def test_trace_without_steps_is_about_the_slowest_step_after_the_warm_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -20,19 +22,19 @@ def test_trace_without_steps_is_about_the_slowest_step_after_the_warm_up(
     answers = {
         "/runs/r/steps?mean=true&points=1000": {"columns": bins},
         "/runs/r/steps?mean=true&from=5&to=63": {"columns": steps},
-        "/runs/r/trace?from=2&to=12": {"traceEvents": [1]},
+        "/runs/r/trace?from=2&to=12": {"traceEvents": [STEP]},
     }
     with collector(answering(answers)) as server:
         done = invoke("trace", "r", "--collector", server.url)
-    assert "steps 2 to 12, around the slowest one, 7." in done.stderr
-    assert json.loads((tmp_path / "r-2-12.json").read_text()) == {"traceEvents": [1]}
+    assert "steps 7 to 7, around the slowest one, 7." in done.stderr
+    assert json.loads((tmp_path / "r-7-7.json").read_text()) == {"traceEvents": [STEP]}
 
 
 def test_trace_of_a_wide_run_begins_at_the_slowest_step(tmp_path: Path) -> None:
     answers = {
         "/runs/r/steps?mean=true&points=1000": {"columns": {"first": [0], "last": [9], "wall_max_ns": [9]}},
         "/runs/r/steps?mean=true&from=0&to=9": {"columns": {"step": [0, 1], "wall_ns": [1, 9]}},
-        "/runs/r/trace?from=1": {"traceEvents": [2]},
+        "/runs/r/trace?from=1": {"traceEvents": [STEP]},
     }
 
     def reply(path: str) -> Reply:
@@ -41,14 +43,14 @@ def test_trace_of_a_wide_run_begins_at_the_slowest_step(tmp_path: Path) -> None:
     with collector(reply) as server:
         done = invoke("trace", "r", "-o", str(tmp_path / "t"), "--collector", server.url)
     assert done.exit_code == 0, done.output
-    assert json.loads((tmp_path / "t").read_text()) == {"traceEvents": [2]}
+    assert json.loads((tmp_path / "t").read_text()) == {"traceEvents": [STEP]}
 
 
 def test_trace_saves_the_collectors_document(tmp_path: Path) -> None:
-    with collector(lambda path: (200, {}, json.dumps({"traceEvents": [path]}).encode())) as server:
+    with collector(lambda path: (200, {}, json.dumps({"traceEvents": [{"name": path}]}).encode())) as server:
         completed = ddpobs("trace", "r", "--steps", "2:5", "-o", str(tmp_path / "t"), "--collector", server.url)
     assert completed.returncode == 0, completed.stderr
-    assert json.loads((tmp_path / "t").read_text()) == {"traceEvents": ["/api/v1/runs/r/trace?from=2&to=5"]}
+    assert json.loads((tmp_path / "t").read_text()) == {"traceEvents": [{"name": "/api/v1/runs/r/trace?from=2&to=5"}]}
 
 
 def test_trace_saves_no_file_without_steps(tmp_path: Path) -> None:
@@ -61,7 +63,7 @@ def test_trace_saves_no_file_without_steps(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_cannot_be_written_is_reported_in_a_line(tmp_path: Path) -> None:
-    with collector(lambda path: (200, {}, b'{"traceEvents": [1]}')) as server:
+    with collector(lambda path: (200, {}, json.dumps({"traceEvents": [STEP]}).encode())) as server:
         completed = ddpobs(
             "trace", "r", "--steps", "2:5", "-o", str(tmp_path / "none" / "t"), "--collector", server.url
         )

@@ -175,6 +175,8 @@ def test_the_terminal_page_has_every_command_with_each_of_its_options() -> None:
     page = (ROOT / "docs" / "terminal.md").read_text()
     missing = []
     for name, command in commands_of(cli.main).items():
+        if command.hidden:
+            continue
         row = re.search(rf"^\| `ddpobs {name}\b(.*)$", page, re.MULTILINE)
         options = [parameter.opts[0] for parameter in command.params if parameter.param_type_name == "option"]
         common = {"--collector", "--help", *(["--run"] if name == "run" else [])}
