@@ -212,7 +212,7 @@ def test_watch_waits_for_a_run_that_has_not_reported(monkeypatch: pytest.MonkeyP
     def reply(path: str) -> Reply:
         if not pauses:
             return 404, {}, b'{"title": "No such run", "detail": "r"}'
-        answers = {"ranks": {"ranks": []}, "diagnostics": {"findings": []}}
+        answers: dict[str, Any] = {"ranks": {"ranks": []}, "diagnostics": {"findings": []}}
         finished = {"run": "r", "state": "finished", "steps": 7}
         return 200, {}, json.dumps(answers.get(path.rsplit("/", 1)[-1], finished)).encode()
 
