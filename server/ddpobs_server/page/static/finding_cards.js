@@ -74,7 +74,8 @@ function nothing(steps) {
 
 function notJudged(missing, open) {
   const reasons = missing.map((reason) => element("li", {}, reason));
-  const summary = element("summary", {}, `${missing.length} not judged yet`);
+  const kinds = missing.length === 1 ? "kind" : "kinds";
+  const summary = element("summary", {}, `${missing.length} ${kinds} of finding could not be judged`);
   const node = element("details", { "data-key": "missing" }, summary, element("ul", {}, ...reasons));
   node.open = open.has("missing");
   return node;
