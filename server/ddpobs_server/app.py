@@ -205,6 +205,8 @@ def serve(
         _log.warning(warning)
     if (problem := self_check.tls_problem(settings)) is not None:
         raise _refusal(problem)
+    if (weakness := self_check.token_problem(settings)) is not None:
+        _log.warning(weakness)
     with ExitStack() as locks:
         if (file := settings.database_file) is not None:
             locks.enter_context(database_lock.held(file, alone=False))

@@ -21,6 +21,8 @@ _FREE_BYTES, _FREE_RATIO = 10**9, 0.02
 _SKEW_S = 5.0
 _TIMEDATECTL_S = 5.0
 _RENEWAL_DAYS = 7
+_TOKEN_CHARACTERS = 16
+"""Fewest characters of a token that is not warned of."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,15 @@ def access_problem(settings: Settings, tokens: bool) -> str | None:
     )
 
 
+def token_problem(settings: Settings) -> str | None:
+    """The reason why a token of the settings can be guessed; None if none can."""
+    own = [] if settings.token is None else [settings.token.get_secret_value()]
+    shortest = min(map(len, [*own, *settings.file_tokens()]), default=_TOKEN_CHARACTERS)
+    if shortest >= _TOKEN_CHARACTERS:
+        return None
+    return f"a token has {shortest} characters and can be guessed: use at least {_TOKEN_CHARACTERS} random ones"
+
+
 def address_problem(hosts: Sequence[str], port: int) -> str | None:
     """The reason why a server cannot listen on these addresses; None if it can."""
     try:
@@ -130,6 +141,8 @@ def _database(settings: Settings, store: Store, integrity: bool) -> Iterator[Che
 
 
 def _access(settings: Settings, store: Store | None) -> Iterator[CheckResult]:
+    if (weakness := token_problem(settings)) is not None:
+        yield CheckResult("token", "warn", weakness)
     if not settings.on_loopback:
         tokens = store is not None and store.revisions()[0] is not None and bool(store.tokens())
         problem = access_problem(settings, tokens)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from ddpobs_server.store import Arrival, Store, UnstorableBatchError
 from ddpobs_server.store.upkeep import removal
@@ -17,6 +18,7 @@ from benchmarks.rig.collector import Collector
 from ddpobs import wire
 from tests.support.server.batches import (
     ATTEMPT,
+    assert_problem,
     batch,
     get,
     hello,
@@ -125,11 +127,11 @@ def test_a_source_under_a_second_attempt_is_refused(store: Store) -> None:
         payloads = [batch("run", seq, attempt=attempt * 16, steps=steps(0, 3)) for seq, attempt in enumerate(attempts)]
         store.ingest([Arrival(payload, bytes([payload.seq]) * 32, 100, 1) for payload in payloads])
 
-    with pytest.raises(UnstorableBatchError, match="attempt: expected the one"):
+    with pytest.raises(UnstorableBatchError, match="attempt, rank: expected those"):
         ingest("a", "b")
     assert store.run("run") is None
     ingest("a", "a")
-    with pytest.raises(UnstorableBatchError, match="attempt: expected the one"):
+    with pytest.raises(UnstorableBatchError, match="attempt, rank: expected those"):
         ingest("a", "a", "b")
     assert [record.attempt for record in store.attempts("run")] == ["a" * 16]
 
@@ -152,3 +154,12 @@ def test_a_new_attempt_that_arrives_during_a_deletion_is_stored(postgresql: data
     attempts = [record.attempt for record in store.attempts("run")]
     store.close()
     assert attempts == [f"{1:016x}"]
+
+
+def test_a_source_that_changes_its_rank_is_refused(shared: Collector, run: str) -> None:
+    assert put(shared.url, batch(run, 0, 0, steps=steps(0, 3))).status_code == 201
+    moved = batch(run, 1, 0, steps=steps(3, 3))
+    problem = assert_problem(put(shared.url, msgspec.structs.replace(moved, rank=1)), 422)
+    assert "attempt, rank: expected those of this source's earlier batches" in problem["detail"]
+    assert [rank["steps"] for rank in get(shared.url, f"/runs/{run}/ranks")["ranks"]] == [3]
+    assert put(shared.url, batch(run, 1, 0, steps=steps(3, 3))).status_code == 201

@@ -68,3 +68,14 @@ def test_with_too_little_space_reads_and_scrapes_go_on_and_check_fails(tmp_path:
         assert "too little space is free" in assert_problem(httpx.get(f"{url}/readyz"), 503)["detail"]
     (disk,) = (result for result in self_check.run(settings, integrity=False) if result.name == "disk")
     assert (disk.state, "KEEP_FREE_MB" in disk.detail) == ("fail", True)
+
+
+def test_a_token_that_can_be_guessed_is_warned_of(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("x\n")
+    with collector(tmp_path, token_file=tokens) as running:
+        assert "a token has 1 characters and can be guessed" in running.log.read_text()
+    database = f"sqlite:///{tmp_path}/runs.db"
+    for settings, states in (({"token": "x"}, ["warn"]), ({"token": "x" * 16}, [])):
+        results = self_check.run(Settings(database_url=database, **settings), integrity=False)  # type: ignore[arg-type]
+        assert [result.state for result in results if result.name == "token"] == states

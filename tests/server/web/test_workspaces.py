@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +132,12 @@ def test_usage_of_other_workspaces_is_shown_to_the_operator_alone(
 
     assert names(loud) == {"loud"}
     assert names(operator) == {"default", "loud", "quiet"}
+
+
+def test_changes_of_labels_count_as_batches(tmp_path: Path) -> None:
+    with running_collector(tmp_path, workspace_batches_per_s=1) as address:
+        assert put(address, batch("run", steps=steps(0, 1))).status_code == 201
+        with ThreadPoolExecutor(8) as pool:
+            change = partial(httpx.patch, f"{address}/api/v1/runs/run", timeout=60)
+            answers = list(pool.map(lambda number: change(json={"note": str(number)}), range(8)))
+        assert {answer.status_code for answer in answers} == {200, 429}

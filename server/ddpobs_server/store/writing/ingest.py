@@ -217,10 +217,10 @@ def _takes_over(connection: Connection, batch: wire.Batch, latest: str, arrivals
 
 
 def _touch_sources(connection: Connection, arrivals: Sequence[Arrival]) -> None:
-    """Update sources. A source keeps its attempt, which bounds a run's attempts by its allowed sources."""
+    """Update sources. A source keeps its attempt, which bounds a run's attempts by its sources, and its rank."""
     rows = sorted(map(_source_row, arrivals), key=lambda row: (row["run_id"], row["source"]))
     if execute_many(connection, ingest_sql.source_upsert(connection.dialect.name), rows) != len(rows):
-        raise UnstorableBatchError("attempt: expected the one of this source's earlier batches, got another")
+        raise UnstorableBatchError("attempt, rank: expected those of this source's earlier batches, got others")
 
 
 def _source_row(arrival: Arrival) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def run_upsert(dialect: str) -> Any:
 
 @cache
 def source_upsert(dialect: str) -> Any:
-    """An insert of a source, which updates an existing row of the same attempt and skips a row of another attempt."""
+    """An insert of a source, which updates an existing row of the same attempt and rank, and skips any other row."""
     statement, c = insert(dialect, schema.sources), schema.sources.c
     new = statement.excluded
     # A spooled batch arrives after newer batches.
@@ -67,7 +67,7 @@ def source_upsert(dialect: str) -> Any:
     changes["goodbye"] = or_(c.goodbye, new.goodbye)
     changes |= endings.latest_end(new)
     changes["stuck_ns"] = case((later & new.pulse.is_not(None), new.stuck_ns), else_=c.stuck_ns)
-    same = c.attempt == new.attempt
+    same = (c.attempt == new.attempt) & (c.rank == new.rank)
     return statement.on_conflict_do_update(index_elements=["run_id", "source"], set_=changes, where=same)
 
 
