@@ -7,6 +7,7 @@ noticed at the first step of an optimizer, and rank 0 prints the reason.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -72,7 +73,38 @@ def _patch(parallel: Any, after_init: Callable[[Any], None]) -> None:
 
 def _patch_ddp(module: Any) -> None:
     module.__ddpobs_loaded_ns__ = time.monotonic_ns()  # The account of the start-up.
+    module.__ddpobs_waits__ = _waits
     _patch(module.DistributedDataParallel, _attach)
+
+
+def _watch_barriers(module: Any) -> None:
+    """Note the main thread's waits at barriers until the first model is built: the account of the start-up."""
+    import threading
+
+    original = module.barrier
+
+    def barrier(*args: Any, **kwargs: Any) -> Any:
+        began_ns = time.monotonic_ns()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            if not _explained and threading.get_ident() == threading.main_thread().ident:
+                _waits.append((time.monotonic_ns() - began_ns, f"barrier at {_caller()}"))
+
+    module.barrier = functools.wraps(original)(barrier)
+
+
+def _caller() -> str:
+    """The innermost line outside of libraries: `train.py:31 prepare`."""
+    from sysconfig import get_path
+
+    libraries = tuple(str(get_path(name)) for name in ("stdlib", "purelib", "platlib"))
+    frame: Any = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
+        frame = frame.f_back
+    code = frame.f_code
+    function = "" if code.co_name == "<module>" else f" {code.co_name}"
+    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno}{function}"  # noqa: PTH119
 
 
 def _patch_data_parallel(module: Any) -> None:
@@ -157,9 +189,12 @@ def _print(text: str) -> None:
 
 _explained: list[bool] = []
 """Not empty if a module is observed, or if the reason why none is was printed."""
+_waits: list[tuple[int, str]] = []
+"""Time of each wait at a barrier before the first model, in nanoseconds, and its place."""
 _advised: list[bool] = []
 _PATCHES: dict[str, Callable[[Any], None]] = {
     "torch.nn.parallel.distributed": _patch_ddp,
+    "torch.distributed.distributed_c10d": _watch_barriers,
     "torch.nn.parallel.data_parallel": _patch_data_parallel,
     "torch.optim.optimizer": _watch_optimizers,
     "torch.distributed.elastic.multiprocessing.errors": _watch_failures,

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from threading import get_ident, main_thread
+from time import monotonic_ns
+from typing import NamedTuple
+
 from ddpobs.clocks import Clock, Stamp
 from ddpobs.never_raises import never_raises
 from ddpobs.recording.entries import Entries
 from ddpobs.recording.training_thread import TrainingThread
+from ddpobs.steps.account import StartUpWaits
 from ddpobs.steps.step_tracker import StepTracker
 from ddpobs.torch_seam.collectives import message_kind
 from ddpobs.wire import COMM_KINDS
 
 _USER = COMM_KINDS.index("user")
 _BARRIERS = frozenset({"barrier", "monitored_barrier"})
+
+
+class _StartUpWait(NamedTuple):
+    """A wait before training, by the monotonic clock."""
+
+    began_ns: int
 
 
 class Waits:
@@ -27,6 +39,8 @@ class Waits:
         collective_elements: Elements that user code has handed to collectives.
         last_collective: Name of the user's collective that began last.
         interruptions: Evaluations and checkpoints so far: time around them is no part of a step.
+        start_up: Waits of the main thread for collectives before the first event of training.
+        place: Returns the place in the code that the calling thread is at.
     """
 
     def __init__(self, clock: Clock, entries: Entries, thread: TrainingThread) -> None:
@@ -38,6 +52,8 @@ class Waits:
         """Name of the call that waits at the rendezvous store; empty outside of such calls."""
         self._saves = 0
         """Saves of checkpoints under way, one inside another."""
+        self.start_up = StartUpWaits()
+        self.place: Callable[[], str] = str
         self.collectives = self.collective_elements = self.interruptions = 0
         self.last_collective = ""
 
@@ -66,6 +82,9 @@ class Waits:
             work: The work that is waited for, if there is one.
         """
         thread = self._thread
+        if self._is_start_up() and not self._in_collective:
+            self._message, self._in_collective = "", True
+            return _StartUpWait(monotonic_ns())
         if not thread.started or self._in_collective or not (thread.is_current() or (thread.in_backward and in_graph)):
             return None
         self._message = message_kind(work)
@@ -78,12 +97,21 @@ class Waits:
         self._in_collective = False
         if began is None:
             return
-        if self._message:
+        if isinstance(began, _StartUpWait):
+            self.start_up.add(
+                monotonic_ns() - began.began_ns, f"{self.last_collective} at {place}" if (place := self.place()) else ""
+            )
+        elif self._message:
             self.comm_ended(0, COMM_KINDS.index(self._message), began, self._now())
         elif self.last_collective in _BARRIERS and not (self._saves or self._thread.in_backward):
             self._entries.record(StepTracker.waited_at_barrier, 0, began, self._now())
         else:
             self.comm_ended(0, _USER, began, self._now())
+
+    def _is_start_up(self) -> bool:
+        """Whether the calling thread is the main thread, and training has not begun."""
+        thread = self._thread
+        return not (thread.started or thread.paused) and get_ident() == main_thread().ident
 
     @never_raises
     def store_wait_began(self, name: str) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from ddpobs import wire
 from ddpobs.steps.raw_step import AFTER_CHECKPOINT, CHECKPOINT, EVALUATION, WAITING
 
-_MAX_INTERVALS = 16
+_MAX_INTERVALS, _MAX_NAME = 16, 256
 _PRIORITY = (CHECKPOINT, WAITING, AFTER_CHECKPOINT, EVALUATION)
 """Kinds in the order in which they claim a moment: a wait during an evaluation is a wait."""
 
@@ -27,6 +27,27 @@ class StartUp(NamedTuple):
     started_ns: int | None
     imported_ns: int
     ready_ns: int
+
+
+@dataclass
+class StartUpWaits:
+    """Waits for other ranks before the first step: for a rank that prepares data, for example.
+
+    Attributes:
+        total_ns: Sum of their times.
+        longest_ns: Time of the longest one.
+        place: Its call and place in the code: `barrier at train.py:31 prepare`.
+    """
+
+    total_ns: int = 0
+    longest_ns: int = 0
+    place: str = ""
+
+    def add(self, took_ns: int, place: str) -> None:
+        """Add a wait."""
+        self.total_ns += took_ns
+        if took_ns > self.longest_ns:
+            self.longest_ns, self.place = took_ns, place[:_MAX_NAME]
 
 
 class Piece(NamedTuple):
@@ -85,10 +106,15 @@ class Account:
 
     Args:
         start_up: Times of the process's start.
+        before: Waits before the module was ready.
+        after: Waits from then on until the first step; they are added while they happen.
     """
 
-    def __init__(self, start_up: StartUp) -> None:
+    def __init__(
+        self, start_up: StartUp, before: StartUpWaits | None = None, after: StartUpWaits | None = None
+    ) -> None:
         self._start_up = start_up
+        self._before, self._after = before or StartUpWaits(), after or StartUpWaits()
         self._first_step_ns: int | None = None
         self._last_step_ns: int | None = None
         self._last_step = wire.UNKNOWN
@@ -155,6 +181,9 @@ class Account:
             steps=self._steps,
             phases_ns=list(self._phases_ns),
             prepare_ns=prepare_ns,
+            model_wait_ns=self._before.total_ns,
+            prepare_wait_ns=min(prepare_ns, self._after.total_ns),
+            start_wait_place=max(self._before, self._after, key=lambda waits: waits.longest_ns).place,
             first_batch_ns=self._first_batch_ns,
             compile_ns=compile_ns,
             outside=[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ddpobs.recording.hooks.loader_hooks import LoaderHooks
 from ddpobs.recording.hooks.pipeline_hooks import PipelineHooks
 from ddpobs.recording.hooks.process_hooks import ProcessHooks
 from ddpobs.recording.journal import Journal
-from ddpobs.recording.looks.activity import ActivityWatch
+from ddpobs.recording.looks.activity import ActivityWatch, frames_of, place_of
 from ddpobs.recording.looks.code_samples import FIRST_LOOKS_S, CodeSamples
 from ddpobs.recording.looks.pulses import Pulses
 from ddpobs.recording.module_recorder import ModuleRecorder
@@ -64,6 +65,8 @@ class Observation:
         self._hooks = ExitStack()
         self._loaders = LoaderHooks(journal, event)
         self._samples = CodeSamples(journal, config.traceback)
+        if config.traceback:
+            journal.waits.place = lambda: place_of(list(frames_of(get_ident())))
         self._device = watch_device(device, config.pulse_s)
         self._machine = MachineState(
             counters.quota,

@@ -37,9 +37,9 @@ from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.recording.place.last_place import FOLDER, LastPlace
 from ddpobs.recording.place.place_file import LAUNCH, PlaceIdentity, Slot
 from ddpobs.recording.probes.counter_reader import CounterReader
-from ddpobs.recording.probes.start_up import start_up
+from ddpobs.recording.probes.start_up import start_up, waits_before
 from ddpobs.recovery import recover
-from ddpobs.steps.account import Account
+from ddpobs.steps.account import Account, StartUpWaits
 from ddpobs.steps.raw_step import RawStep
 from ddpobs.telemetry.ending import Ending
 from ddpobs.telemetry.observation import Observation
@@ -108,7 +108,10 @@ class Telemetry:
         labels = {name: text for name, text in (("tags", ",".join(config.tags)), ("note", config.note)) if text}
         hello = describe_process(device, backend_of(group, device), {**settings, **labels})
         self._job = _Job(rank, world_size, source, hello.host)
-        self._flow = StepFlow(config, self._clock, self._exporter.offer, Account(start_up(is_first=generation == 1)))
+        is_first = generation == 1
+        self._start_up_waits = StartUpWaits()
+        account = Account(start_up(is_first), waits_before(is_first, config.traceback), self._start_up_waits)
+        self._flow = StepFlow(config, self._clock, self._exporter.offer, account)
         self._encoder = BatchEncoder(
             hello,
             self._flow.read,
@@ -137,6 +140,7 @@ class Telemetry:
             self._place.slots,
             counters=counters,
         )
+        self._journal.waits.start_up = self._start_up_waits
         self._journal.evaluation.covers_all = self._evaluating
         self._observation = Observation(config, device, self._journal, counters, self._recorders, self._event)
         undo.callback(self._observation.stop)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ddpobs.wire.fields import UNKNOWN, Count, Nanoseconds, Record, Total
+from ddpobs.wire.fields import UNKNOWN, Count, Name, Nanoseconds, Record, Total
 
 
 class OutsideInterval(msgspec.Struct, frozen=True, array_like=True):
@@ -52,6 +52,9 @@ class Account(Record, frozen=True, kw_only=True):
         steps: Number of steps that ended.
         phases_ns: Time of these steps in each phase, in the order of `PHASES`.
         prepare_ns: Time from `ready_ns` to the first step that nothing explains.
+        model_wait_ns: Waits for other ranks before `ready_ns`, as far as they were seen.
+        prepare_wait_ns: Part of `prepare_ns` that is waits for other ranks.
+        start_wait_place: Call and place in the code of the longest of these waits; empty without one.
         first_batch_ns: Time of the first step's data phase, which `phases_ns` contains.
         compile_ns: Time in torch.compile since the start.
         outside: Time outside of steps, also before the first and after the last step.
@@ -72,6 +75,9 @@ class Account(Record, frozen=True, kw_only=True):
     steps: Count = 0
     phases_ns: Annotated[list[Total], msgspec.Meta(min_length=6, max_length=6)]
     prepare_ns: Total = 0
+    model_wait_ns: Total = 0
+    prepare_wait_ns: Total = 0
+    start_wait_place: Name = ""
     first_batch_ns: Total = 0
     compile_ns: Total = 0
     outside: Annotated[list[Outside], msgspec.Meta(max_length=8)] = msgspec.field(default_factory=list)

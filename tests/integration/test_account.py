@@ -78,3 +78,15 @@ def test_a_training_under_the_name_of_one_that_ended_in_order_is_no_restart_of_i
         assert (attempt["attempt"], attempt["steps"]) == (training["account"]["attempt"], 40)
         assert "restart" not in {part["part"] for part in training["account"]["parts"]}
         assert training["goodput"] == attempt["goodput"]
+
+
+def test_a_rank_that_waits_before_the_first_step_does_not_prepare(url: str, tmp_path: Path) -> None:
+    environ = {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": "outside-prepare"} | PATIENT
+    with ranks_of(SCRIPT, "prepare", ranks=2, folder=tmp_path, environ=environ) as ranks:
+        assert [process.wait(patience.HANG_S) for process in ranks.processes] == [0, 0], ranks.logs()
+    (attempt,) = get(url, "/runs/outside-prepare/account")["attempts"]
+    parts = {entry["rank"]: entry["parts_ns"] for entry in attempt["ranks"]}
+    assert parts[1]["start_waiting"] >= 1e9
+    assert parts[0]["prepare"] >= 1.5e9
+    assert parts[0].get("start_waiting", 0) < parts[1]["start_waiting"]
+    assert [sum(ns.values()) for ns in parts.values()] == [attempt["wall_ns"]] * 2

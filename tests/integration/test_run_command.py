@@ -197,3 +197,26 @@ def test_torch_that_was_imported_before_sitecustomize_is_instrumented(tmp_path: 
     arguments = command("-c", EARLY.format(str(autoload)) + DATA_PARALLEL)
     arguments["args"] = arguments["args"][arguments["args"].index("--") + 1 :]
     assert "no telemetry for this model" in run_to_end(arguments).stderr
+
+
+WAITS_BEFORE_THE_MODEL = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+def prepare():
+    dist.barrier()
+prepare()
+print(*sys.modules["torch.nn.parallel.distributed"].__ddpobs_waits__)
+torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+dist.barrier()
+print(len(sys.modules["torch.nn.parallel.distributed"].__ddpobs_waits__))
+"""
+
+
+def test_waits_at_barriers_are_noted_until_the_first_model(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WAITS_BEFORE_THE_MODEL)
+    done = run_to_end(command(script, tmp_path / "store"))
+    assert done.returncode == 0, done.stderr
+    waits, count = done.stdout.splitlines()
+    assert waits.endswith(", 'barrier at script.py:5 prepare')")
+    assert count == "1"

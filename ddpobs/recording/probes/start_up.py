@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ddpobs.clocks import IMPORTED_NS
-from ddpobs.steps.account import StartUp
+from ddpobs.steps.account import StartUp, StartUpWaits
 
 _TORCH_DDP = "torch.nn.parallel.distributed"
 
@@ -27,6 +27,20 @@ def start_up(is_first: bool) -> StartUp:
     loaded_ns = getattr(sys.modules.get(_TORCH_DDP), "__ddpobs_loaded_ns__", IMPORTED_NS)
     started_ns = process_started_ns()
     return StartUp(started_ns, min(now_ns, max(loaded_ns, started_ns or loaded_ns)), now_ns)
+
+
+def waits_before(is_first: bool, texts: bool) -> StartUpWaits:
+    """Return the waits at barriers before the first model, which `ddpobs run` notes; none in other processes.
+
+    Args:
+        is_first: The process had no telemetry before.
+        texts: Keep the lines of code.
+    """
+    waits = StartUpWaits()
+    if is_first:
+        for took_ns, place in getattr(sys.modules.get(_TORCH_DDP), "__ddpobs_waits__", ()):
+            waits.add(took_ns, place if texts else "")
+    return waits
 
 
 def process_started_ns() -> int | None:

@@ -1,5 +1,7 @@
-"""Trains with most of its time outside of steps: `outside.py checkpoints | validation | barrier | restart | steps`.
+"""Trains with most of its time outside of steps: `outside.py KIND`.
 
+The kinds are checkpoints, validation, barrier, restart, steps and prepare. In `prepare`, rank 1 waits for rank 0 before
+the first step.
 `steps` spends no time outside of steps. `restart` starts slowly, saves a checkpoint after 10 steps, and fails after 20,
 once.
 """
@@ -43,6 +45,12 @@ def pause(kind: str, rank: int, ddp: DistributedDataParallel) -> None:
     dist.barrier()
 
 
+def prepare(rank: int) -> None:
+    if rank == 0:
+        time.sleep(START_S)
+    dist.barrier()
+
+
 def restart(step: int, rank: int) -> None:
     failed = Path(os.environ["OUT"]) / "failed"
     if step == 9 and rank == 0:
@@ -60,13 +68,15 @@ def main() -> None:
         time.sleep(START_S)
     ddp = DistributedDataParallel(torch.nn.Linear(8, 8))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    if kind == "prepare":
+        prepare(rank)
     for step in range(STEPS):
         optimizer.zero_grad()
         ddp(torch.randn(4, 8)).sum().backward()
         optimizer.step()
         if kind == "restart":
             restart(step, rank)
-        elif kind != "steps" and step % 2 == 0:
+        elif kind not in ("steps", "prepare") and step % 2 == 0:
             pause(kind, rank, ddp)
     dist.destroy_process_group()
 

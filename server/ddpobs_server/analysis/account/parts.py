@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from ddpobs import wire
 
-START_UP = ("import", "model", "prepare", "first_batch", "compile")
+START_UP = ("import", "model", "prepare", "start_waiting", "first_batch", "compile")
 STEPS = wire.PHASES
 OUTSIDE = ("evaluation", "checkpoint", "waiting", "waiting_in_steps", "unexplained")
 RESTARTS = ("restart", "repeated_steps")
@@ -38,6 +38,7 @@ TITLES = {
     "import": "start-up: interpreter and imports",
     "model": "start-up: process group, data sets and model",
     "prepare": "start-up: from the model to the first step",
+    "start_waiting": "start-up: waiting for other ranks",
     "first_batch": "start-up: first batch",
     "compile": "start-up: torch.compile",
     "restart": "between attempts",

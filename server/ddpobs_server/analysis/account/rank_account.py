@@ -88,8 +88,9 @@ def _start_up(account: wire.Account) -> Parts:
     began_ns = account.imported_ns if account.started_ns is None else account.started_ns
     return {
         "import": max(0, account.imported_ns - began_ns),
-        "model": max(0, account.ready_ns - account.imported_ns),
-        "prepare": account.prepare_ns,
+        "model": max(0, account.ready_ns - account.imported_ns - account.model_wait_ns),
+        "prepare": max(0, account.prepare_ns - account.prepare_wait_ns),
+        "start_waiting": account.model_wait_ns + account.prepare_wait_ns,
         "first_batch": account.first_batch_ns,
     }
 

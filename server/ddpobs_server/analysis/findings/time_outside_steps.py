@@ -20,6 +20,8 @@ _ORDINARY_NS = 60 * 10**9
 """Start-up, and time after the last step, that does not count: the shorter the run, the larger its share."""
 _MIN_NS = 10**9
 _WAITS = ("waiting", "waiting_in_steps")
+_START_WAIT = "start_waiting"
+"""A part of the start-up in which a rank waits for another one's."""
 _MAX_INTERVALS = 32
 
 
@@ -59,6 +61,11 @@ class _Cause(NamedTuple):
     does: tuple[str, str]
     remedy: str
     kinds: tuple[str, ...] = ()
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Its parts in which a rank does not wait for another."""
+        return tuple(part for part in self.parts if part != _START_WAIT)
 
 
 _CAUSES = (
@@ -143,16 +150,21 @@ def _ranks(account: RunAccount) -> int:
 def _finding(evidence: Evidence, account: RunAccount, losses: dict[_Cause, int], share: float) -> Finding:
     by_rank = _by_rank(account)
     waits_ns = sum(account.parts.get(part, 0) for part in _WAITS)
+    # Waits of the start-up are in its cause, but are of the ranks that do not cause it.
     # The worst cause on one rank: a thousand ranks may wait for the checkpoint of a single one.
-    main = max(losses, key=lambda cause: max(_taken(parts, cause.parts) for parts in by_rank.values()), default=None)
-    worst_ns = max((_taken(parts, main.parts) for parts in by_rank.values()), default=0) if main else 0
-    waiting_ns = max((_taken(parts, _WAITS) for parts in by_rank.values()), default=0)
+    main = max(losses, key=lambda cause: max(_taken(parts, cause.own) for parts in by_rank.values()), default=None)
+    worst_ns = max((_taken(parts, main.own) for parts in by_rank.values()), default=0) if main else 0
+    waits = (*_WAITS, _START_WAIT) if main is not None and main.parts == START_UP else _WAITS
+    waiting_ns = max((_taken(parts, waits) for parts in by_rank.values()), default=0)
     explains = main is not None and worst_ns >= waiting_ns / 2
-    ranks = _leaders(by_rank, main.parts if main is not None and explains else _WAITS)
+    ranks = _leaders(by_rank, main.own if main is not None and explains else waits)
     wall_ns = account.rank_ns / _ranks(account)
     if main is not None and explains:
         what = _sentence(main, ranks, len(by_rank), worst_ns / wall_ns, waits=waiting_ns > worst_ns / 10)
         remedy = main.remedy
+        if waits != _WAITS and len(ranks) < len(by_rank):
+            what += _start_wait_place(evidence.processes, ranks)
+            remedy = "Prepare data once, before the job, or on each rank a part of it"
         if len(ranks) < len(by_rank) and main.kinds:
             remedy += ", or divide the work over all ranks"
         lost_ns = losses[main] + waits_ns
@@ -196,6 +208,13 @@ def _sentence(cause: _Cause, ranks: list[int], count: int, share: float, *, wait
         return f"all ranks {cause.does[1]} for {percent(share)} of the run"
     others = "the other rank waits" if count - len(ranks) == 1 else "the other ranks wait"
     return _subject(ranks, cause.does, share) + (f" while {others}" if waits and count > len(ranks) else "")
+
+
+def _start_wait_place(processes: Sequence[Process], starting: list[int]) -> str:
+    """Where another rank waited longest for those that were still starting up; empty if it is not known."""
+    others = [process.account for process in processes if process.account and process.rank not in starting]
+    waited = max(others, key=lambda account: account.model_wait_ns + account.prepare_wait_ns, default=None)
+    return f" ({waited.start_wait_place})" if waited is not None and waited.start_wait_place else ""
 
 
 def _subject(ranks: list[int], does: tuple[str, str], share: float) -> str:

@@ -63,3 +63,18 @@ def test_few_steps_and_absent_accounts_are_not_judged_with_the_reason() -> None:
     absent = Process(1, None, reason="no batch has arrived from it")
     results = judge(process(0, **steps(83)), absent)
     assert "not known for rank 1, because no batch has arrived from it" in str(results[0])
+
+
+@pytest.mark.parametrize("place", ["barrier at train.py:31 prepare", ""])
+def test_a_rank_that_starts_up_is_named_and_the_other_waits_with_its_place(place: str) -> None:
+    known: dict[str, Any] = {"until_s": 500, "prepare_ns": 390 * S, **steps(100)}
+    waits = process(1, **known, prepare_wait_ns=380 * S, start_wait_place=place)
+    finding = only(judge(process(0, **known), waits))
+    waiting = f"rank 0 starts up for 80 % of the run while the other rank waits{f' ({place})' * bool(place)}"
+    assert (finding.ranks, finding.cause) == ([0], waiting)
+    assert "once, before the job" in finding.remedy
+
+
+def test_a_short_wait_in_the_start_does_not_count() -> None:
+    known: dict[str, Any] = {"until_s": 100, "prepare_ns": 30 * S, **steps(60)}
+    assert judge(process(0, **known), process(1, **known, prepare_wait_ns=29 * S)) == []
