@@ -81,7 +81,7 @@ class StuckFacts(Record, frozen=True, kw_only=True):
 
 
 class NotReducedFacts(Record, frozen=True, kw_only=True):
-    """Steps of an optimizer on gradients that were not reduced: `not_reduced`, `never_synchronised`.
+    """Steps of an optimizer on gradients that DDP did not reduce: `not_reduced`, `never_synchronised`, `exchanged`.
 
     Attributes:
         reason: `unsynchronised`, `bypassed` or `unfrozen`.
@@ -89,6 +89,8 @@ class NotReducedFacts(Record, frozen=True, kw_only=True):
         count: Number of parameters.
         module: Number of the DDP module in its process.
         optimizer_steps: Number of the optimizer's steps.
+        exchanges: Number of times that the script's own collectives moved as much as the module has.
+        every: Steps of the optimizer from one of these to the next.
     """
 
     reason: Name = ""
@@ -96,6 +98,8 @@ class NotReducedFacts(Record, frozen=True, kw_only=True):
     count: Count = 0
     module: Index = UNKNOWN
     optimizer_steps: Count = 0
+    exchanges: Count = 0
+    every: Count = 0
 
 
 class PipelineFacts(Record, frozen=True, kw_only=True):
@@ -174,7 +178,7 @@ class SettingFacts(Record, frozen=True, kw_only=True):
 FORMS: dict[str, type[Record]] = {
     **dict.fromkeys(("failed", "terminated", "interrupted", "died", "resumed"), EndFacts),
     "stuck": StuckFacts,
-    **dict.fromkeys(("not_reduced", "never_synchronised"), NotReducedFacts),
+    **dict.fromkeys(("not_reduced", "never_synchronised", "exchanged"), NotReducedFacts),
     "pipeline": PipelineFacts,
     "sampler_without_set_epoch": SamplerFacts,
     **dict.fromkeys(("buckets_rebuilt", "comm_hook_set", "comm_hook_unseen"), ModuleFacts),

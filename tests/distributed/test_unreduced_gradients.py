@@ -172,7 +172,7 @@ def relevant(sent: Sent) -> list[Any]:
         )
         for batch in sent.batches
         for event in batch.events
-        if event.kind in {"not_reduced", "never_synchronised"}
+        if event.kind in {"not_reduced", "never_synchronised", "exchanged"}
     ]
 
 
@@ -228,6 +228,18 @@ def reduction_by_hand(training: Training) -> None:
         for parameter in training.model.parameters():
             dist.all_reduce(parameter.grad)
         training.step()
+
+
+def averaged(training: Training) -> None:
+    """Local SGD: the ranks train apart for four steps on purpose."""
+    for index in range(4 * STEPS):
+        with training.ddp.no_sync():
+            training.loss(index).backward()
+        training.step()
+        if index % 4 == 3:
+            for parameter in training.model.parameters():
+                dist.all_reduce(parameter.data)
+                parameter.data.div_(2)
 
 
 def flat_reduction_by_hand(training: Training) -> None:
@@ -351,6 +363,7 @@ ALIKE: dict[str, tuple[Callable[[Training], None], dict[str, Any]]] = {
     "by hand": (reduction_by_hand, {}),
     "by hand, flat": (flat_reduction_by_hand, {}),
     "by hand, in hooks": (reduction_in_hooks, {}),
+    "averaged": (averaged, {}),
     "outside parameters": (outside_parameters, {}),
     "dropped": (local_gradients_dropped, {}),
     "two networks": (generator_and_discriminator, {}),
@@ -364,7 +377,8 @@ ALIKE: dict[str, tuple[Callable[[Training], None], dict[str, Any]]] = {
     "static graph": (plain, {"static_graph": True}),
     "views": (accumulation, {"gradient_as_bucket_view": True}),
 }
-BY_HAND = {"by hand", "by hand, flat", "by hand, in hooks"}
+BY_HAND = {"by hand": 1, "by hand, flat": 1, "by hand, in hooks": 1, "averaged": 4}
+"""Optimizer steps from one exchange of the script's own to the next."""
 
 
 def alike(rank: int, world_size: int, kind: str) -> dict[str, list[Any]]:
@@ -377,8 +391,10 @@ def test_no_event_where_the_replicas_stay_alike(kind: str) -> None:
     for by_case in run_ranks(alike, 2, kind):
         wrong = {name: events for name, events in by_case.items() if events and name not in BY_HAND}
         assert wrong == {}
-        for name in BY_HAND:  # The module itself never synchronised.
-            assert [event[0] for event in by_case[name]] in ([], ["never_synchronised"])
+        for name, every in BY_HAND.items():  # The module itself never synchronised.
+            assert {event[0] for event in by_case[name]} == {"exchanged"}, name
+            facts = by_case[name][-1][4]
+            assert (facts["every"], facts["optimizer_steps"]) == (every, 4 * STEPS if every > 1 else STEPS), name
 
 
 def one_rank(rank: int, world_size: int) -> list[Any]:

@@ -64,6 +64,19 @@ def test_an_unfrozen_backbone_is_trained_alike_on_our_ddp(url: str, tmp_path: Pa
     assert sum(len(bucket["parameters"]) for bucket in layouts[-1]["buckets"]) == 4
 
 
+@pytest.mark.parametrize(
+    ("case", "door", "every"), [("by-hand", "ours", 1), ("averaged", "ours", 5), ("averaged", "", 5)]
+)
+def test_replicas_that_the_script_keeps_together_are_an_info(
+    case: str, door: str, every: int, url: str, tmp_path: Path
+) -> None:
+    _, (finding,), sums = train(case, door, url, tmp_path)
+    assert len(sums) == 1
+    assert finding["severity"] == "info"
+    facts = finding["evidence"]
+    assert (facts["reason"], facts["every"], facts["optimizer_steps"]) == ("exchanged", every, 40)
+
+
 @pytest.mark.parametrize("door", ["ours", "attach"])
 def test_a_healthy_run_has_no_such_finding(door: str, url: str, tmp_path: Path) -> None:
     _, findings, sums = train("healthy", door, url, tmp_path)

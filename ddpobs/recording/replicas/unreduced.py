@@ -11,6 +11,7 @@ steps on a module's parameters:
 | of a parameter that required none when torch's reducer was built | `unfrozen` |
 | reduced by another module, or no part of this optimizer | not at all |
 | in a step in which user code moved as much data in collectives | not at all |
+| of a module whose replicas user code keeps together (`exchanges.py`) | `exchanged`, with their period |
 """
 
 from __future__ import annotations
@@ -28,14 +29,13 @@ from ddpobs import wire
 from ddpobs.never_raises import never_raises
 from ddpobs.observers import GradientSource
 from ddpobs.recording.journal import Journal
+from ddpobs.recording.replicas.exchanges import BY_HAND, Exchanges
 from ddpobs.torch_seam import step_hooks
 from ddpobs.torch_seam.modes import unseen
 from ddpobs.wire.text import joined
 
-_BY_HAND = 0.25
-"""Share of the gradients' elements that user code must move in collectives to count as their reduction by hand.
-
-A logged loss is a few elements, and is no reduction."""
+_PATIENCE = 64
+"""Optimizer steps after which a step on unreduced gradients is reported: until then an exchange may explain it."""
 _requires_grad = attrgetter("requires_grad")
 Send = Callable[[str, int, dict[str, wire.Scalar]], None]
 
@@ -50,7 +50,11 @@ class _Module:
         frozen: `unreduced_parameters` of the source.
         synchronised: Returns whether a backward of the module was synchronised.
         optimizer_steps: Most steps that an optimizer has taken with the module's parameters.
-        reported: Reasons that were reported.
+        reported: Reasons that were found.
+        waiting: Events of those that are not sent yet: their steps, details, and the optimizer's steps then.
+        exchanges: What the script's own collectives do for the module.
+        elements: Elements of its parameters.
+        exchanged: The exchanges were reported.
     """
 
     index: int
@@ -59,6 +63,10 @@ class _Module:
     synchronised: Callable[[], bool]
     optimizer_steps: int = 0
     reported: set[str] = field(default_factory=set)
+    waiting: list[tuple[int, dict[str, wire.Scalar], int]] = field(default_factory=list)
+    exchanges: Exchanges = field(default_factory=Exchanges)
+    elements: int = 0
+    exchanged: bool = False
 
 
 @dataclass
@@ -102,8 +110,12 @@ class UnreducedGradients:
         """Report the modules that never synchronised, and remove the hooks."""
         while self._undo:
             self._undo.pop()()
+        self._look_at_end()
         for module in self._modules:
-            if module.optimizer_steps and not module.synchronised():
+            self._send(module)
+            if module.exchanges.are_regular and (module.exchanged or not module.synchronised()):
+                self._send_exchanges(module)
+            elif module.optimizer_steps and not module.synchronised():
                 self._event(
                     "never_synchronised",
                     self._journal.number,
@@ -111,11 +123,33 @@ class UnreducedGradients:
                 )
         self._modules = []
 
+    def _look_at_end(self) -> None:
+        """Count an exchange after the last step of the optimizer."""
+        for history in self._optimizers.values():
+            moved = self._journal.waits.collective_elements - history.elements
+            for module in history.modules:
+                module.exchanges.look(history.steps, moved, module.elements)
+
+    def _send(self, module: _Module) -> None:
+        """Send the waiting events, unless the script keeps the replicas together by itself."""
+        waiting, module.waiting = module.waiting, []
+        for step, detail, _ in waiting:
+            if module.exchanges.are_regular and detail["reason"] != "unfrozen":
+                module.exchanged = True
+            else:
+                self._event("not_reduced", step, detail)
+
+    def _send_exchanges(self, module: _Module) -> None:
+        module.exchanged = True
+        facts = {"module": module.index, "optimizer_steps": module.optimizer_steps, **module.exchanges.facts()}
+        self._event("exchanged", self._journal.number, facts)
+
     def follow(self, index: int, source: GradientSource, synchronised: Callable[[], bool]) -> None:
         """Follow a module's gradients, until its source is collected."""
         frozen = [parameter for _, parameter in source.unreduced_parameters]
         self._modules = [module for module in self._modules if self._is_needed(module)]
-        self._modules.append(_Module(index, weakref.ref(source), frozen, synchronised))
+        elements = sum(parameter.numel() for parameter in source.parameters)
+        self._modules.append(_Module(index, weakref.ref(source), frozen, synchronised, elements=elements))
         for history in self._optimizers.values():
             history.parameters = -1  # Its modules are looked up anew.
 
@@ -140,9 +174,11 @@ class UnreducedGradients:
         if journal.thread.paused or not self._modules:
             return
         history = self._seen(optimizer)
-        history.steps += 1
         elements = journal.waits.collective_elements
         moved, history.elements = elements - history.elements, elements
+        for module in history.modules:
+            module.exchanges.look(history.steps, moved, module.elements)
+        history.steps += 1
         for module in history.modules:
             module.optimizer_steps = max(module.optimizer_steps, history.steps)
             source = module.source()
@@ -154,6 +190,17 @@ class UnreducedGradients:
                 self._judge(optimizer, module, source, "unsynchronised" if has_forward else "bypassed", moved)
             if module.frozen and any(map(_requires_grad, module.frozen)):
                 self._judge(optimizer, module, source, "unfrozen", moved)
+            if module.waiting:
+                self._wait(module)
+
+    def _wait(self, module: _Module) -> None:
+        """Send what waits once the exchanges explain it, or have not for long enough."""
+        patient = module.optimizer_steps - module.waiting[0][2] < _PATIENCE
+        if module.exchanges.are_regular:
+            self._send(module)
+            self._send_exchanges(module)
+        elif not patient:
+            self._send(module)
 
     def _seen(self, optimizer: Optimizer) -> _Seen:
         count = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -176,7 +223,7 @@ class UnreducedGradients:
         else:
             suspects = [(source.names[index], source.parameters[index]) for index in source.local_gradients()]
         local = [(name, p) for name, p in suspects if p.grad is not None and id(p) in own]
-        if not local or moved >= _BY_HAND * sum(parameter.numel() for _, parameter in local):
+        if not local or moved >= BY_HAND * sum(parameter.numel() for _, parameter in local):
             return
         module.reported.add(reason)
         names = [name for name, _ in local]
@@ -187,7 +234,7 @@ class UnreducedGradients:
             "module": module.index,
             "optimizer_steps": module.optimizer_steps,
         }
-        self._event("not_reduced", self._journal.number, detail)
+        module.waiting.append((self._journal.number, detail, module.optimizer_steps))
 
     def _reduced_elsewhere(self, module: _Module) -> set[int]:
         """Ids of parameters that another module reduced, as a shared layer's."""

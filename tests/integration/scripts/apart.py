@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -41,6 +42,12 @@ class Tuned(nn.Module):
         return self(x).pow(2).mean()  # type: ignore[no-any-return]
 
 
+def average(tensors: Iterable[Any]) -> None:
+    for tensor in tensors:
+        dist.all_reduce(tensor)
+        tensor.div_(dist.get_world_size())
+
+
 def main(case: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -56,16 +63,23 @@ def main(case: str) -> None:
     for index, (x,) in enumerate(DataLoader(data, batch_size=4)):
         if case == "unfreeze" and index == 5:
             model.backbone.requires_grad_(True)
-        if case == "bypass":
+        if case in {"by-hand", "averaged"}:
+            with ddp.no_sync():
+                ddp(x).pow(2).mean().backward()
+        elif case == "bypass":
             ddp.module.training_step(x).backward()
         elif case == "off-by-one":
             with ddp.no_sync() if index % 4 else nullcontext():
                 ddp(x).pow(2).mean().backward()
         else:
             ddp(x).pow(2).mean().backward()
+        if case == "by-hand":
+            average(parameter.grad for parameter in model.parameters())
         if case != "off-by-one" or index % 4 == 3:
             optimizer.step()
             optimizer.zero_grad()
+        if case == "averaged" and index % 5 == 4:
+            average(parameter.data for parameter in model.parameters())
     total = float(torch.cat([p.detach().flatten().double() for p in model.parameters()]).sum())
     sys.stdout.write(f"SUM {total}\n")
     wait_for_name()

@@ -61,7 +61,7 @@ def test_old_spans_are_removed_and_their_sums_stay(store: Store) -> None:
     assert rows(store, "new") == (200, 400, 200)
 
 
-@pytest.mark.parametrize("kind", ["not_reduced", "stuck"])
+@pytest.mark.parametrize("kind", ["not_reduced", "stuck", "exchanged"])
 def test_every_event_of_a_repeated_kind_stays_as_long_as_a_diagnosis_reads_it(store: Store, kind: str) -> None:
     for seq, reason in enumerate(("unsynchronised", "bypassed", "unfrozen")):
         event = wire.Event(kind=kind, at_ns=0, step=seq, detail={"reason": reason})

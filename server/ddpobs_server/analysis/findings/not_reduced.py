@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ddpobs import wire
@@ -18,14 +19,16 @@ class NotReducedFacts(Facts):
     """Gradients that each rank applied by itself.
 
     Attributes:
-        reason: `unsynchronised`, `bypassed`, `unfrozen` or `never`.
+        reason: `unsynchronised`, `bypassed`, `unfrozen`, `never`, or `exchanged` if the script reduces by itself.
         count: Number of parameters; None if no gradient was ever reduced.
-        optimizer_steps: Steps of the optimizer without any reduction; None if some gradients were reduced.
+        optimizer_steps: Steps of the optimizer without any reduction by DDP; None if some gradients were reduced.
+        every: Steps of the optimizer from one exchange of the script's own to the next; None without any.
     """
 
     reason: str
     count: int | None = None
     optimizer_steps: int | None = None
+    every: int | None = None
 
 
 FACTS = (NotReducedFacts,)
@@ -35,7 +38,11 @@ def not_reduced(evidence: Evidence) -> Judgement:
     """Report gradients that each rank applied by itself: the replicas train apart, without an error."""
     found = [(rank, event, _of(event)) for rank, event in evidence.events if event.kind == "not_reduced"]
     never = [(rank, _of(event)) for rank, event in evidence.events if event.kind == "never_synchronised"]
-    findings = []
+    own = [(rank, _of(event)) for rank, event in evidence.events if event.kind == "exchanged"]
+    own.sort(key=lambda entry: entry[1].optimizer_steps)
+    exchanged = {(rank, facts.module): facts for rank, facts in own}  # The latest event of each module.
+    found = [entry for entry in found if entry[2].reason == "unfrozen" or (entry[0], entry[2].module) not in exchanged]
+    findings = _exchanged(evidence, exchanged)
     for reason in dict.fromkeys(facts.reason for _, _, facts in found):
         reported = [(rank, event, facts) for rank, event, facts in found if facts.reason == reason]
         names = [name for name in reported[0][2].parameters.split(", ") if name]
@@ -76,6 +83,30 @@ def not_reduced(evidence: Evidence) -> Judgement:
             )
         )
     return findings
+
+
+def _exchanged(evidence: Evidence, exchanged: Mapping[tuple[int, int], wire_facts.NotReducedFacts]) -> list[Finding]:
+    """State, as an info, that the script keeps the replicas together by its own collectives."""
+    if not exchanged:
+        return []
+    facts = max(exchanged.values(), key=lambda facts: facts.optimizer_steps)
+    ranks = sorted({rank for rank, _ in exchanged})
+    by_hand = facts.every <= 1
+    how = "before each of them" if by_hand else f"every {facts.every} of them"
+    return [
+        Finding(
+            code="not-reduced",
+            severity="info",
+            verdict=f"The script {'reduces the gradients' if by_hand else 'averages the replicas'} by itself",
+            measure=f"{facts.optimizer_steps} optimizer steps, an exchange {how}",
+            cause="its own collectives move as many elements as the model has",
+            where=evidence.where(ranks, format_ranks(ranks)),
+            remedy="Nothing, if it is meant. Steps and phases need backward passes that DDP synchronises.",
+            steps=(0, 0),
+            ranks=ranks,
+            evidence=NotReducedFacts("exchanged", optimizer_steps=facts.optimizer_steps, every=facts.every),
+        )
+    ]
 
 
 def _of(event: wire.Event) -> wire_facts.NotReducedFacts:

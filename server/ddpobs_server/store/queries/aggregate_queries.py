@@ -22,7 +22,7 @@ _EVENT_BYTES = 8_000_000
 """Most bytes of events in a diagnosis: each may have 16,384 characters."""
 ENDS = ("failed", "died", "terminated", "interrupted")
 """Kinds of events that are read first if there are too many."""
-_REPEATED, _REPEATS = ("stuck", "not_reduced"), 64
+_REPEATED, _REPEATS = ("stuck", "not_reduced", "exchanged"), 64
 """Kinds of events of which a diagnosis reads the first of each source, and how many."""
 
 

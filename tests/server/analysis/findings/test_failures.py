@@ -324,6 +324,36 @@ def test_a_module_that_never_synchronised_is_named() -> None:
     assert finding.measure == "60 optimizer steps, each rank for itself"
 
 
+@pytest.mark.parametrize(
+    ("every", "verdict", "measure"),
+    [
+        (1, "The script reduces the gradients by itself", "60 optimizer steps, an exchange before each of them"),
+        (8, "The script averages the replicas by itself", "60 optimizer steps, an exchange every 8 of them"),
+    ],
+)
+def test_replicas_that_the_script_keeps_together_are_no_fault(every: int, verdict: str, measure: str) -> None:
+
+    def exchanged(steps: int) -> wire.Event:
+        facts: dict[str, wire.Scalar] = {"module": 0, "optimizer_steps": steps, "exchanges": steps // every}
+        return wire.Event(kind="exchanged", at_ns=steps, detail=facts | {"every": every})
+
+    early = wire.Event(
+        kind="not_reduced", at_ns=0, step=1, detail={"reason": "unsynchronised", "module": 0, "count": 2}
+    )
+    events = [(rank, event) for rank in range(2) for event in (exchanged(60), early, exchanged(2 * every + 1))]
+    finding = only(not_reduced(evidence(events=events)))
+    assert (finding.severity, finding.verdict, finding.measure) == ("info", verdict, measure)
+
+
+def test_a_parameter_that_nobody_reduces_is_a_fault_beside_the_scripts_own_exchanges() -> None:
+    detail: dict[str, wire.Scalar] = {"reason": "unfrozen", "parameters": "l.weight", "count": 1, "module": 0}
+    own = wire.Event(kind="exchanged", at_ns=1, detail={"module": 0, "optimizer_steps": 60, "exchanges": 7, "every": 8})
+    events = [(0, wire.Event(kind="not_reduced", at_ns=0, step=3, detail=detail)), (0, own)]
+    findings = not_reduced(evidence(events=events))
+    assert isinstance(findings, list)
+    assert sorted(finding.severity for finding in findings) == ["critical", "info"]
+
+
 def test_a_crash_and_a_hang_come_before_other_critical_findings_whatever_their_gain() -> None:
     gain = Gain(step_ns=S, ratio=0.9, error_ratio=0)
     codes = ("straggler", "replicas-differ", "hang", "not-reduced", "crash", "comm-bound")
