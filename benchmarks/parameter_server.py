@@ -6,7 +6,8 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ddpobs.buckets.bucket import Bucket
-from ddpobs.comm.base import DenseOnly, Pending
+from ddpobs.comm.base import Pending
+from ddpobs.comm.dense_only import DenseOnly
 from ddpobs.comm.multi_stage import Stages
 from ddpobs.torch_seam.collectives import wait_for
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpobs.comm.base import BucketComm, CommFactory, DenseOnly, FuturePending, Pending, SkippedBucket
+from ddpobs.comm.base import BucketComm, CommFactory, FuturePending, Pending, SkippedBucket
+from ddpobs.comm.dense_only import DenseOnly
 from ddpobs.comm.registry import STRATEGIES, choose, name_of
 from ddpobs.comm.round_robin import RoundRobin
 from ddpobs.comm.strategies.all_reduce import AllReduce

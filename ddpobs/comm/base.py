@@ -9,9 +9,6 @@ import torch
 import torch.distributed as dist
 
 from ddpobs.buckets.bucket import Bucket
-
-# It imports nothing from here: its class fits the protocols below.
-from ddpobs.comm.strategies.all_reduce import AllReduce
 from ddpobs.torch_seam.collectives import value_of
 
 
@@ -58,49 +55,6 @@ CommFactory = Callable[[dist.ProcessGroup], BucketComm]
 The factory is pickled with the module. If a module is copied on one rank alone, the factory is called on that rank
 alone. A step that needs the other ranks must therefore wait for the first `launch`.
 """
-
-
-class DenseOnly:
-    """Base of strategies for dense floating-point buckets; all other buckets go through the plain all-reduce.
-
-    A subclass sets `name` and implements `launch_dense`.
-
-    Args:
-        group: The process group.
-    """
-
-    name: str
-    divides = True
-    carries_nan = True
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self._ranks = group, group.size()
-        self._plain = AllReduce(group)
-
-    def handles(self, bucket: Bucket) -> bool:
-        """Whether `launch_dense` takes the bucket."""
-        return not bucket.sparse and bucket.buffer.is_floating_point()
-
-    def launch(self, bucket: Bucket, last: bool) -> Pending:
-        """Start the strategy's exchange, or the plain all-reduce."""
-        if self.handles(bucket):
-            return self.launch_dense(bucket, last)
-        if not self.divides:
-            _divide(bucket, self._ranks)
-        return self._plain.launch(bucket, last)
-
-    def launch_dense(self, bucket: Bucket, last: bool) -> Pending:
-        """Start the exchange of a bucket that `handles` accepts; the arguments are `launch`'s."""
-        raise NotImplementedError
-
-
-def _divide(bucket: Bucket, ranks: int) -> None:
-    if not bucket.sparse:
-        bucket.buffer.div_(ranks)
-        return
-    gradient = bucket.parameters[0].grad
-    assert gradient is not None
-    bucket.parameters[0].grad = gradient / ranks
 
 
 class FuturePending:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ddpobs.comm.base import BucketComm
+from ddpobs.comm.base import BucketComm
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import torch
 from typing_extensions import override
 
 from ddpobs.buckets.bucket import Bucket
-from ddpobs.comm.base import DenseOnly, FuturePending, Pending
+from ddpobs.comm.base import FuturePending, Pending
+from ddpobs.comm.dense_only import DenseOnly
 from ddpobs.comm.strategy import Strategy
 from ddpobs.torch_seam.collectives import all_reduce
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ddpobs.buckets.bucket import Bucket
-from ddpobs.comm.base import DenseOnly, Pending
+from ddpobs.comm.base import Pending
+from ddpobs.comm.dense_only import DenseOnly
 from ddpobs.comm.multi_stage import Stages
 from ddpobs.comm.strategy import Strategy
 from ddpobs.torch_seam.collectives import all_gather, wait_for

@@ -8,7 +8,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from typing_extensions import override
 
 from ddpobs.buckets.bucket import Bucket
-from ddpobs.comm.base import DenseOnly, Pending
+from ddpobs.comm.base import Pending
+from ddpobs.comm.dense_only import DenseOnly
 from ddpobs.comm.multi_stage import Stages
 from ddpobs.comm.strategy import Argument, Strategy
 from ddpobs.comm.user_hook import GradBucket

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ddpobs.buckets.bucket import Bucket
-from ddpobs.comm.base import DenseOnly, FuturePending, Pending
+from ddpobs.comm.base import FuturePending, Pending
+from ddpobs.comm.dense_only import DenseOnly
 from ddpobs.comm.strategy import Argument, Strategy
 from ddpobs.torch_seam.collectives import all_gather
 
