@@ -53,8 +53,11 @@ class JudgedRank:
 
     @property
     def progresses(self) -> bool:
-        """Whether the rank may still bring the run forward by itself."""
-        if self.ended or self.is_silent:
+        """Whether the rank may still bring the run forward by itself, or has just done so by its orderly end."""
+        if self.ended:
+            patience_ns = self.pulse.patience_ns if self.pulse else 0
+            return self.ended == "finished" and self.silent_ns < patience_ns
+        if self.is_silent:
             return False
         if self.pulse is None:
             return True

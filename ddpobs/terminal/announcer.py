@@ -20,9 +20,10 @@ from ddpobs.export.http_sender import Outcome, Response
 from ddpobs.export.spool import folder_of
 from ddpobs.terminal.verdict_box import box, in_ascii
 
-_OTHERS_S = 1.0
+_OTHERS_S = 3.0
 """Longest wait for the other ranks' last batches, so that the verdict covers them."""
 _POLL_S = 0.1
+_LIVE = ("running", "stalled", "hung")
 
 
 class Announcer:
@@ -111,11 +112,14 @@ class Announcer:
         self._is_read.set()
 
     def _state_after_others(self) -> str:
-        """The run's state, once it is no longer running or half of the time has passed."""
+        """The run's state, once all ranks have ended or half of the time has passed.
+
+        Without the last batches of the others, their latest pulses may show a wait for this rank.
+        """
         until = time.monotonic() + min(_OTHERS_S, self._left_s() / 2)
         while True:
             state = read(self._config, f"/runs/{self._run}", timeout_s=self._left_s()).document["state"]
-            if state != "running" or self._world_size == 1 or time.monotonic() >= until:
+            if state not in _LIVE or self._world_size == 1 or time.monotonic() >= until:
                 return str(state)
             time.sleep(_POLL_S)
 

@@ -84,10 +84,15 @@ def test_a_stopped_and_a_dead_process_are_told_apart_by_a_rank_of_the_same_host(
 
 
 def test_a_rank_that_ended_its_training_leaves_the_others_waiting() -> None:
-    hang = verdict(bucket(0), state(1, ended="finished"))
+    hang = verdict(bucket(0), state(1, ended="finished", silent_s=9))
     assert (hang.kind, hang.ranks) == ("absent", [1])
     assert hang.cause.startswith("rank 1 has ended its training; rank 0 waits in bucket 0.2")
     assert "the same number of steps" in hang.remedy
+
+
+def test_a_rank_that_has_just_ended_in_order_was_waited_for_until_now() -> None:
+    assert judge([bucket(0), state(1, ended="finished", silent_s=1)]) is None
+    assert judge([bucket(0), state(1, ended="failed", silent_s=1)]) is not None
 
 
 def test_ranks_in_the_same_collective_wait_for_the_link() -> None:

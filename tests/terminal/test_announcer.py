@@ -84,8 +84,9 @@ def test_other_ranks_and_quiet_trainings_print_nothing(
     assert capsys.readouterr().err == ""
 
 
-def test_the_verdict_waits_until_the_other_ranks_have_ended(capsys: pytest.CaptureFixture[str]) -> None:
-    states = ["running", "running", "finished"]
+@pytest.mark.parametrize("live", ["running", "stalled", "hung"])
+def test_the_verdict_waits_until_the_other_ranks_have_ended(live: str, capsys: pytest.CaptureFixture[str]) -> None:
+    states = [live, live, "finished"]
 
     def reply(path: str) -> Reply:
         answers = {
