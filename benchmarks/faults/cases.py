@@ -122,6 +122,12 @@ CASES = {
         "rank 1 has been in its own code for * s (*hanging.py:* wait_for_a_lock); {others} in bucket 0.0 of step 40",
     ),
     "stop": Case("stop", "stopped", "the process of rank 1 is stopped (last in * of step *); {others} in bucket"),
+    "two-threads": Case(
+        "two-threads",
+        "mismatch",
+        "each rank waits for the others in barrier*; {all} also in all_reduce in thread writer",
+        ranks=None,
+    ),
     "cut-link": Case(
         "cut-link",
         "link",

@@ -79,6 +79,17 @@ def wait_for_a_lock() -> None:
         pass
 
 
+def wait_in_two_threads(rank: int) -> None:
+    """Call two collectives of one group from two threads, in another order on rank 0 than on the other ranks."""
+    writer = threading.Thread(target=dist.all_reduce, args=(torch.zeros(1000),), name="writer", daemon=True)
+    if rank == 0:
+        writer.start()
+        time.sleep(0.5)
+    else:
+        threading.Timer(0.5, writer.start).start()
+    dist.barrier()
+
+
 def evaluate(ddp: nn.Module) -> None:
     """Evaluate through the wrapper with gradients enabled: each forward broadcasts the buffers.
 
@@ -98,6 +109,8 @@ def at_fault(case: str, rank: int, ddp: nn.Module) -> bool:
         evaluate(ddp)
     elif case == "extra-all-reduce" and rank == FAULTY:
         dist.all_reduce(torch.zeros(1))
+    elif case == "two-threads":
+        wait_in_two_threads(rank)
     elif case == "lock" and rank == FAULTY:
         wait_for_a_lock()
     elif case == "slow" and rank == FAULTY:

@@ -105,7 +105,7 @@ class HangReport:
             self.processes[rank] = process
         elif silent_ns > KEY_SILENCE_NS:
             process = "silent"
-        return JudgedRank(rank, published.pulse, silent_ns, published.ended, process)
+        return JudgedRank(rank, published.pulse, silent_ns, published.ended, process, published.host)
 
 
 def host_key() -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import enumerate as enumerate_threads
 from threading import get_ident, main_thread
 from time import monotonic_ns
 from typing import NamedTuple
+
+import torch
 
 from ddpobs.clocks import Clock, Stamp
 from ddpobs.never_raises import never_raises
@@ -37,7 +40,7 @@ class Waits:
     Attributes:
         collectives: Collectives of user code that have begun.
         collective_elements: Elements that user code has handed to collectives.
-        last_collective: Name of the user's collective that began last.
+        last_collective: Name of the user's collective that began last. These three are the training thread's alone.
         interruptions: Evaluations and checkpoints so far: time around them is no part of a step.
         start_up: Waits of the main thread for collectives before the first event of training.
         place: Returns the place in the code that the calling thread is at.
@@ -56,6 +59,10 @@ class Waits:
         self.place: Callable[[], str] = str
         self.collectives = self.collective_elements = self.interruptions = 0
         self.last_collective = ""
+        self._called_elsewhere: dict[int, str] = {}
+        """Name of the collective that each other thread called last, by its identifier."""
+        self._waits_elsewhere: dict[int, str] = {}
+        """The same of the threads that wait for theirs."""
 
     @property
     def name(self) -> str:
@@ -64,12 +71,22 @@ class Waits:
             return self._at_store
         return f"{self._message} of a message" if self._message else self.last_collective
 
+    @property
+    def elsewhere(self) -> list[str]:
+        """Waits of other threads for collectives, such as `all_reduce in thread writer`."""
+        waits = dict(self._waits_elsewhere)
+        names = {thread.ident: thread.name for thread in enumerate_threads()} if waits else {}
+        return sorted(f"{name} in thread {names.get(ident, ident)}" for ident, name in waits.items())
+
     def comm_ended(self, module: int, kind: int, launched: Stamp, done: Stamp) -> None:
         """Communication other than a gradient bucket ended in the open step."""
         self._entries.record(StepTracker.comm_ended, 0, module, kind, launched, done)
 
     def collective_began(self, name: str) -> None:
         """A collective of user code was called."""
+        if self._is_elsewhere():
+            self._called_elsewhere[get_ident()] = name
+            return
         self.collectives += 1
         self.last_collective = name
 
@@ -112,6 +129,21 @@ class Waits:
         """Whether the calling thread is the main thread, and training has not begun."""
         thread = self._thread
         return not (thread.started or thread.paused) and get_ident() == main_thread().ident
+
+    def began_elsewhere(self) -> bool:
+        """Another thread than training's begins to wait for a collective; return whether it is another one."""
+        if not self._is_elsewhere():
+            return False
+        self._waits_elsewhere[get_ident()] = self._called_elsewhere.get(get_ident(), "a collective")
+        return True
+
+    def ended_elsewhere(self) -> None:
+        """The wait of this thread ended."""
+        self._waits_elsewhere.pop(get_ident(), None)
+
+    def _is_elsewhere(self) -> bool:
+        """Whether another thread trains; autograd's threads belong to the training."""
+        return self._thread.is_elsewhere() and torch._C._current_graph_task_id() < 0
 
     @never_raises
     def store_wait_began(self, name: str) -> bool:

@@ -155,8 +155,20 @@ def _verdict(
     groups = Counter(_collective(state) for state in waiting)
     if len(groups) == 1 or _is_one_sequence(waiting):
         cause = f"each rank waits for the others {_in(min(waiting, key=_reached))}"
-        return "link", _ranks(states), cause, _LINK_REMEDY
+        if threads := _other_threads(waiting):
+            return "mismatch", _ranks(states), f"{cause}; {threads}", _THREADS_REMEDY
+        shares_host = states[0].host and len({state.host for state in states}) == 1
+        return "link", _ranks(states), cause, _ONE_HOST_REMEDY if shares_host else _LINK_REMEDY
     return _mismatch(waiting, groups)
+
+
+def _other_threads(waiting: Sequence[JudgedRank]) -> str:
+    """What other threads of the ranks wait in, beside the training thread; empty where there are none."""
+    groups: dict[str, list[JudgedRank]] = {}
+    for state in waiting:
+        if state.pulse and state.pulse.other_waits:
+            groups.setdefault(", ".join(state.pulse.other_waits), []).append(state)
+    return "; ".join(f"{format_ranks(_ranks(members))} also in {names}" for names, members in groups.items())
 
 
 def _silent(silent: Sequence[JudgedRank], waiting: Sequence[JudgedRank]) -> tuple[Kind, list[int], str, str]:
@@ -198,7 +210,9 @@ def _mismatch(waiting: Sequence[JudgedRank], groups: Counter[tuple[object, ...]]
     fewer = max(_synchronised(state) for state in waiting) - behind
     passes = "backward pass" if fewer == 1 else "backward passes"
     count = f"; {format_ranks(ranks)} ran {fewer} {passes} fewer than the others" if fewer else ""
-    return "mismatch", ranks, f"the ranks wait in different collectives: {places}{count}", _MISMATCH_REMEDY
+    threads = _other_threads(waiting)
+    cause = f"the ranks wait in different collectives: {places}{count}" + (f"; {threads}" if threads else "")
+    return "mismatch", ranks, cause, _THREADS_REMEDY if threads else _MISMATCH_REMEDY
 
 
 def _absence(states: Sequence[JudgedRank]) -> str:
@@ -343,7 +357,15 @@ _STOPPED_REMEDY = "Continue the process (kill -CONT), or find out whether a sche
 _SILENT_REMEDY = "Look at that rank's host: its process is dead or stopped, or the host is off or cut off."
 _LINK_REMEDY = (
     "Look at the connections between the hosts: a cut link, a firewall, a dropped route. The ranks agree on the "
-    "collective, so the code is not at fault."
+    "collective; tensors of different sizes in it are the other cause."
+)
+_ONE_HOST_REMEDY = (
+    "All ranks share a host: no network between hosts is involved. Compare the sizes of the tensors in that "
+    "collective, and the collectives of other threads and processes: `ddpobs stacks` shows every rank's stack."
+)
+_THREADS_REMEDY = (
+    "Give each thread that calls collectives a process group of its own (dist.new_group), or call them on one thread: "
+    "in one group their order must be the same on every rank."
 )
 _MISMATCH_REMEDY = (
     "Make every rank call the same collectives in the same order: the usual causes are a batch or a branch that one "

@@ -23,6 +23,7 @@ class JudgedRank:
         silent_ns: Time since that pulse arrived, on the judge's clock.
         ended: How its process ended: `finished`, `interrupted`, `failed`, or empty while it runs.
         process: State of its process as a rank of the same host sees it: `stopped`, `gone`, or empty where not known.
+        host: Its host, empty where not known.
     """
 
     rank: int
@@ -30,6 +31,7 @@ class JudgedRank:
     silent_ns: int = 0
     ended: str = ""
     process: str = ""
+    host: str = ""
 
     @property
     def idle_ns(self) -> int:

@@ -32,7 +32,7 @@ def wait_for(pattern: re.Pattern[str], ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.wide), 4])
-@pytest.mark.parametrize("case", ["loader-worker", "cut-link", "cut-host"])
+@pytest.mark.parametrize("case", ["loader-worker", "two-threads", "cut-link", "cut-host"])
 def test_a_surviving_rank_logs_the_verdict(case: str, world_size: int, tmp_path: Path) -> None:
     try:
         with CASES[case].training(tmp_path, world_size, {"DDPOBS_TELEMETRY": ABSENT}) as (ranks, _):

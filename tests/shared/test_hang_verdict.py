@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ddpobs import wire
@@ -98,6 +99,24 @@ def test_a_rank_that_has_just_ended_in_order_was_waited_for_until_now() -> None:
 def test_ranks_in_the_same_collective_wait_for_the_link() -> None:
     hang = verdict(bucket(0), bucket(1), bucket(2))
     assert (hang.kind, hang.ranks) == ("link", [0, 1, 2])
+
+
+def test_ranks_of_one_host_are_never_sent_to_the_network() -> None:
+    near, far = [replace(bucket(rank), host="a") for rank in range(2)], replace(bucket(2), host="b")
+    assert "All ranks share a host" in verdict(*near).remedy
+    assert verdict(*near, far).remedy.startswith("Look at the connections between the hosts")
+    assert verdict(bucket(0), bucket(1)).remedy.startswith("Look at the connections between the hosts")
+
+
+def test_collectives_of_other_threads_are_named_beside_the_training_threads() -> None:
+    threads: dict[str, Any] = {"waits_in": "barrier", "collectives": 1, "other_waits": ["all_reduce in thread writer"]}
+    for rank in range(2):
+        hang = verdict(*(state(each, "collective", **threads) for each in range(rank + 1)), bucket(2, synchronised=12))
+        assert hang.kind == "mismatch"
+    hang = verdict(state(0, "collective", **threads), state(1, "collective", **threads))
+    assert (hang.kind, hang.ranks) == ("mismatch", [0, 1])
+    assert hang.cause.endswith("in barrier after step 12; ranks 0 and 1 also in all_reduce in thread writer")
+    assert "a process group of its own" in hang.remedy
 
 
 def test_a_rank_with_one_backward_fewer_is_the_odd_one_of_two() -> None:

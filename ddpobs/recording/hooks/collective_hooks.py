@@ -77,18 +77,32 @@ class CollectiveHooks:
         self._patches.undo()
 
     def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        waits = self._waits
+        waits, elsewhere = self._waits, self._marked_elsewhere(original)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             began = waits.collective_wait_began(torch._C._current_graph_task_id() >= 0, args[0])
             if began is None:
-                return original(*args, **kwargs)
+                return elsewhere(*args, **kwargs)
             try:
                 return original(*args, **kwargs)
             finally:
                 waits.collective_wait_ended(began)
 
         return timed
+
+    def _marked_elsewhere(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Mark the wait of another thread than training's, which is not timed."""
+        waits = self._waits
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            if not waits.began_elsewhere():
+                return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                waits.ended_elsewhere()
+
+        return marked
 
     def _timed_of_python(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Record a call of `torch.distributed`; torch's reducer, in C++, calls the same method."""

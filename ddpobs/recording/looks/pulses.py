@@ -12,6 +12,7 @@ from ddpobs.recording.looks.activity import Activity, ActivityWatch
 from ddpobs.recording.looks.code_samples import CodeSamples
 from ddpobs.recording.module_recorder import ModuleRecorder
 
+_MAX_OTHER_WAITS = 16
 _MAX_NAME = 256
 _MAX_PROCESSES = 64
 
@@ -88,6 +89,7 @@ class Pulses:
             effective_looks=self._samples.effective_count,
             code=self._samples.places(),
             input=self._inputs.record(),
+            other_waits=[wait[:_MAX_NAME] for wait in journal.waits.elsewhere[:_MAX_OTHER_WAITS]],
         )
         self._follow(pulse)
         return pulse

@@ -71,6 +71,7 @@ def rank_states(evidence: Evidence) -> list[JudgedRank]:
             silent_ns=max(0, evidence.silent_ns.get(rank, 0)),
             ended=evidence.ended.get(rank, ""),
             process=processes.get(rank, ""),
+            host=evidence.hosts.get(rank, ""),
         )
         for rank in range(evidence.world_size)
     ]
