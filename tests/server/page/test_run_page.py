@@ -10,6 +10,7 @@ import httpx
 import msgspec
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from ddpobs_server.figures.registry import NAMES
 
 from ddpobs import wire
 from ddpobs.shared.words import LABELS, finding_lines
@@ -29,6 +30,9 @@ from tests.support.server.browsing import (
     put,
     settle,
 )
+
+DRAWN = len(NAMES) - 1
+"""Figures of the run `picture`, which has no account."""
 
 
 def summary(visit: Visit, figure: str) -> str:
@@ -269,9 +273,9 @@ def test_the_page_is_accessible_light_and_dark(browser: Any, url: str) -> None:
     for scheme, paper in (("light", "#ffffff"), ("dark", "#171e26")):
         visit.page.emulate_media(color_scheme=scheme)
         visit.page.wait_for_function(
-            """paper => Bokeh.documents.length === 5
+            """([paper, figures]) => Bokeh.documents.length === figures
               && Bokeh.documents.every((document) => document.roots()[0].border_fill_color === paper)""",
-            arg=paper,
+            arg=[paper, DRAWN],
         )
         settle(visit)
         results = Axe().run(visit.page)
@@ -286,7 +290,7 @@ def test_the_report_is_one_file_that_draws_all_figures(browser: Any, url: str, t
     visit = Visit(browser, file.as_uri())
     visit.page.get_by_role("heading", name="Rank 1 is slow in backward").wait_for()
     visit.page.locator("[data-item=item-buckets] canvas").first.wait_for()
-    assert visit.page.locator("[data-item] .bk-Figure").count() == 5  # The run has no account.
+    assert visit.page.locator("[data-item] .bk-Figure").count() == DRAWN
     assert visit.page.get_by_text(re.escape(EVIL)).count() == 0
     assert visit.page.locator("img").count() == 0
     assert "owned" not in visit.page.title()
