@@ -32,6 +32,8 @@ class Machine(Record, frozen=True, kw_only=True):
         load_milli: Thousand times the host's load average over one minute.
         quota_permille: The control group's processor quota; 1,000 is one processor, `UNKNOWN` without a quota.
         throttled_ns: Time in which the quota held the process up, since it started.
+        threads: Python threads beside the training thread that take most of a processor, with their parts since the
+            start of telemetry.
         memory_bytes: The host's memory.
         available_bytes: Memory that programs can still take.
         resident_bytes: Memory of this process.
@@ -52,6 +54,7 @@ class Machine(Record, frozen=True, kw_only=True):
     load_milli: CountOrUnknown = UNKNOWN
     quota_permille: CountOrUnknown = UNKNOWN
     throttled_ns: CountOrUnknown = UNKNOWN
+    threads: Annotated[dict[Name, Count], msgspec.Meta(max_length=8)] = msgspec.field(default_factory=dict)
     memory_bytes: CountOrUnknown = UNKNOWN
     available_bytes: CountOrUnknown = UNKNOWN
     resident_bytes: CountOrUnknown = UNKNOWN

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from ddpobs.recording.probes.busy_threads import BusyThreads
 from ddpobs.recording.probes.cpu_quota import CpuQuota
 from ddpobs.shared.processors import format_processors
 from ddpobs.wire import UNKNOWN, Machine
@@ -42,6 +43,7 @@ class MachineState:
         proc: Path = Path("/proc"),
     ) -> None:
         self._quota, self._device, self._training_thread, self._proc = quota, device, training_thread, proc
+        self._threads = BusyThreads(proc)
         self._processors: list[int] = []
         """Ticks of all processors by use, at the previous look."""
         self._process: tuple[int, int] | None = None
@@ -53,6 +55,7 @@ class MachineState:
         for read in (
             self._loads,
             self._allowed,
+            self._busy_threads,
             self._shares,
             self._process_share,
             self._memory,
@@ -80,6 +83,9 @@ class MachineState:
         if number is None or not hasattr(os, "sched_getaffinity"):
             return {}
         return {"allowed": format_processors(os.sched_getaffinity(number))[:_MAX_NAME]}
+
+    def _busy_threads(self) -> dict[str, dict[str, int]]:
+        return {"threads": self._threads.look(self._training_thread())}
 
     def _shares(self) -> dict[str, int]:
         with (self._proc / "stat").open() as file:

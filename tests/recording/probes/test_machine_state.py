@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.rig import patience
 from ddpobs import wire
 from ddpobs.recording.probes.cpu_quota import CpuQuota
 from ddpobs.recording.probes.machine_state import MachineState
@@ -61,6 +62,29 @@ def test_the_allowed_processors_are_those_of_the_training_thread_alone() -> None
         thread.join()
     assert parse_processors(MachineState(CpuQuota()).look().allowed) == os.sched_getaffinity(0)
     assert state.look().allowed == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the proc file system is Linux's")
+def test_threads_beside_the_training_thread_are_named_with_their_processor_time() -> None:
+    ended = threading.Event()
+
+    def save() -> None:
+        while not ended.is_set():
+            sum(range(1000))
+
+    state = MachineState(CpuQuota())
+    threads = [threading.Thread(target=save, name="saver"), threading.Thread(target=ended.wait, name="idle")]
+    for thread in threads:
+        thread.start()
+    try:
+        state.look()
+        named = patience.until(lambda: state.look().threads)
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert named.keys() == {"saver"}
+    assert 50 <= named["saver"] <= 1000
 
 
 @pytest.mark.parametrize(("numbers", "text"), [({3}, "3"), ({0, 1, 2, 8, 10, 11}, "0-2,8,10-11"), (set(), "")])

@@ -158,6 +158,41 @@ def test_a_device_with_a_lowered_clock_is_the_cause_that_no_counter_shows() -> N
     assert "cooling" in finding.remedy
 
 
+def with_threads(running: bool, **threads: dict[str, int]) -> Finding:
+    """Judge rank 1, whose training thread waits or runs; threads are those of each rank."""
+    own = own_times(STEPS, 2, 0, (Slow(1, "backward", DELAY_MS),))
+    rank, steps = columns(own)
+    running_ns = flat(own.sum(axis=2)) if running else np.full(len(rank), 30 * MS)
+    steps = with_columns(steps, running_ns=running_ns, run_delay_ns=np.zeros(len(rank), np.int64))
+    machines = {int(name[1:]): wire.Machine(threads=used) for name, used in threads.items()}
+    pulses = {of: wire.Pulse(at_ns=0, phase="backward", step=1, machine=machine) for of, machine in machines.items()}
+    return only(straggler(evidence_of(rank, steps, pulses=pulses)))
+
+
+def test_a_thread_that_runs_while_the_training_thread_waits_is_named() -> None:
+    finding = with_threads(False, r0={}, r1={"saver": 600, "log": 90})
+    assert facts(finding).thread == "saver"
+    assert finding.cause.startswith("its thread saver runs for 60 % of the time")
+    assert "a process of its own" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("running", "threads"),
+    [
+        pytest.param(True, {"r0": {}, "r1": {"saver": 600}}, id="the training thread runs itself"),
+        pytest.param(False, {"r0": {"saver": 550}, "r1": {"saver": 600}}, id="each rank has such a thread"),
+        pytest.param(False, {"r0": {}, "r1": {"log": 60}}, id="it runs for a short time"),
+        pytest.param(False, {"r0": {}, "r1": {}}, id="there is none"),
+    ],
+)
+def test_a_thread_that_does_not_explain_the_wait_is_not_named(
+    running: bool, threads: dict[str, dict[str, int]]
+) -> None:
+    finding = with_threads(running, **threads)
+    assert facts(finding).thread is None
+    assert "thread" not in finding.cause
+
+
 @pytest.mark.parametrize("delay_ms", [0, 8])
 def test_a_small_delay_is_seen_without_the_time_in_the_run_queue(delay_ms: int) -> None:
     random = np.random.default_rng(3)

@@ -15,7 +15,7 @@ from ddpobs.shared.delay import excesses
 from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.slow_ranks.bucket import comparison_ranks
 from ddpobs_server.analysis.slow_ranks.lateness import step_weights
-from ddpobs_server.analysis.slow_ranks.slow_rank import Cause, DeviceClock, SlowRank
+from ddpobs_server.analysis.slow_ranks.slow_rank import BusyThread, Cause, DeviceClock, SlowRank
 from ddpobs_server.analysis.steps.joined_steps import Floats
 
 OWN_WORK = "own-work"
@@ -27,6 +27,8 @@ _FAULT_RUN_NS = 25_000
 """Longest time on a processor that one page fault explains: its handling took 22 us in a virtual machine."""
 _TIMES = ("running_ns", "run_delay_ns", "throttled_ns", "collecting_ns")
 _COUNTERS = (*_TIMES, "major_faults", "preemptions", "collections")
+_MIN_RUNNING = 0.5
+"""Least time of a thread on a processor, as a part of the time that the rank loses, that explains the loss."""
 _SLOW_CLOCK = 0.9
 """Share of the other devices' median clock below which a device's clock is low."""
 
@@ -63,6 +65,7 @@ def _cause_of(slow: SlowRank, evidence: Evidence) -> Cause:
     parts_ns = _parts(excess)
     name = max(parts_ns, key=parts_ns.__getitem__)
     device = _lowered_clock(slow.rank, evidence) if name == OWN_WORK else None
+    waits = name == OWN_WORK and _blocked_ns(excess) > excess.counters["running_ns"]
     return Cause(
         name=name if device is None else "throttled",
         share=parts_ns[name] / max(1.0, excess.delay_ns) if device is None else None,
@@ -71,6 +74,7 @@ def _cause_of(slow: SlowRank, evidence: Evidence) -> Cause:
         blocked_ns=_blocked_ns(excess),
         not_recorded=tuple(sorted(set(_COUNTERS) - set(excess.counters))),
         device=device,
+        thread=_busy_thread(slow, evidence) if waits and device is None else None,
     )
 
 
@@ -162,6 +166,20 @@ def _mean_excess(values: wire.Ints, index: int, weights: Floats) -> float | None
         return None
     excess = measured[is_known, index] - np.nanmedian(other_values[is_known], axis=1)
     return float(np.average(excess, weights=weights[is_known]))
+
+
+def _busy_thread(slow: SlowRank, evidence: Evidence) -> BusyThread | None:
+    """Return a Python thread of a rank that waits, if it runs for as long, and no thread of another rank does.
+
+    Python threads run one at a time: while this one holds the interpreter lock, the training thread waits.
+    """
+    threads = {rank: pulse.machine.threads for rank, pulse in evidence.pulses.items() if pulse.machine is not None}
+    own = max(threads.pop(slow.rank, {}).items(), key=lambda thread: thread[1], default=None)
+    if own is None:
+        return None
+    others = max((permille for of_rank in threads.values() for permille in of_rank.values()), default=0)
+    least = 1000 * _MIN_RUNNING * slow.lost_share
+    return BusyThread(own[0], own[1] / 1000) if own[1] >= max(least, 2 * others) else None
 
 
 def _lowered_clock(rank: int, evidence: Evidence) -> DeviceClock | None:

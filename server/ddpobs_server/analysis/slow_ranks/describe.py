@@ -47,6 +47,10 @@ _CAUSE_REMEDIES = {
     ),
 }
 _DEVICE_REMEDY = "Check the device's cooling, power supply and power limit (nvidia-smi -q -d PERFORMANCE)."
+_THREAD_REMEDY = (
+    "Let this thread do less in Python, or work in a process of its own: saving, logging, compressing. No other rank "
+    "has one like it."
+)
 _MOVING_REMEDY = (
     "Look for work that goes from rank to rank: a job on shared hosts, a cache that fills, samples that are longer on "
     "one rank at a time. The same hosts at these times show which."
@@ -115,8 +119,11 @@ def _cause(slow: SlowRank) -> str:
         return f"throttled: {_clock(cause.device)}"
     if cause.name in _CAUSES:
         return f"{_CAUSES[cause.name]} ({percent(cause.share or 0.0)} of the delay)"
-    runs = cause.counter_excess["running_ns"] >= cause.blocked_ns
-    kind = "more work of its own" if runs else "its own code waits, for data or a lock, or sleeps"
+    if cause.thread is not None:
+        runs = f"its thread {cause.thread.name} runs for {percent(cause.thread.running_share)} of the time"
+        return f"{runs}, and shares the interpreter lock with training"
+    is_running = cause.counter_excess["running_ns"] >= cause.blocked_ns
+    kind = "more work of its own" if is_running else "its own code waits, for data or a lock, or sleeps"
     unknown = f" ({', '.join(cause.not_recorded)} not recorded)" if cause.not_recorded else ""
     return f"{kind}; no counter explains it{unknown}"
 
@@ -136,6 +143,8 @@ def _clock(device: DeviceClock) -> str:
 def _remedy(slow: SlowRank) -> str:
     if slow.cause.device is not None:
         return _DEVICE_REMEDY
+    if slow.cause.thread is not None:
+        return _THREAD_REMEDY
     if slow.cause.name in _CAUSE_REMEDIES:
         return _CAUSE_REMEDIES[slow.cause.name]
     is_alone = slow.gain is None or slow.gain.ratio >= 0.5 * slow.lost_share
@@ -170,6 +179,7 @@ def _facts(slow: SlowRank, evidence: Evidence, stage: Stage | None) -> SlowRankF
         blocked_ns=round(cause.blocked_ns) if known else None,
         not_recorded=list(cause.not_recorded),
         device=_clock(cause.device) if cause.device else None,
+        thread=cause.thread.name if cause.thread else None,
     )
 
 

@@ -37,6 +37,7 @@ class SlowRankFacts(Facts):
         blocked_ns: Excess of the time in which the thread neither ran nor was ready to run; None if it is not known.
         not_recorded: Counters that one side does not record.
         device: The device's clock and the other ranks', if that is the cause; None if it is not.
+        thread: The Python thread that runs while the training thread waits, if that is the cause; None if it is not.
     """
 
     kind: Literal["persistent", "intermittent"]
@@ -63,6 +64,7 @@ class SlowRankFacts(Facts):
     blocked_ns: int | None
     not_recorded: list[str]
     device: str | None
+    thread: str | None
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,14 @@ class DeviceClock:
 
 
 @dataclass(frozen=True)
+class BusyThread:
+    """A Python thread beside the training thread, and the share of the time in which it ran."""
+
+    name: str
+    running_share: float
+
+
+@dataclass(frozen=True)
 class Cause:
     """Why a rank is slow, as its counters show it.
 
@@ -42,6 +50,7 @@ class Cause:
         blocked_ns: Excess of the time in which the training thread neither ran nor was ready to run.
         not_recorded: Counters that are not recorded.
         device: The lowered clock, if it is the cause.
+        thread: The thread that runs while the training thread waits, if it is the cause.
     """
 
     name: str | None = None
@@ -52,6 +61,7 @@ class Cause:
     blocked_ns: float = 0.0
     not_recorded: tuple[str, ...] = ()
     device: DeviceClock | None = None
+    thread: BusyThread | None = None
 
 
 @dataclass(frozen=True)
