@@ -21,7 +21,7 @@ from typer.main import get_command
 
 import ddpobs.horovod
 from benchmarks import measured
-from ddpobs import TelemetryConfig, cli
+from ddpobs import TelemetryConfig, cli, wire
 from ddpobs.recording.hooks.failure import describe
 from tests.support.longest_files import FIRST
 
@@ -191,6 +191,11 @@ def test_the_guide_to_the_page_has_every_figure() -> None:
     rows = [row[0] for row in table_rows((ROOT / "docs" / "page.md").read_text())]
     titles = [kind.title.lower() for kind in figure_kinds().values()]
     assert [title for title in titles if not any(row.startswith(title) for row in rows)] == []
+
+
+def test_the_wire_page_has_the_source_of_every_column_that_was_added_to_steps() -> None:
+    cells = [row[0] for row in table_rows((ROOT / "docs" / "wire.md").read_text())]
+    assert [name for name in wire.Steps.defaults if not any(f"`{name}`" in cell for cell in cells)] == []
 
 
 def test_the_horovod_table_has_every_public_name() -> None:
