@@ -19,7 +19,7 @@ import httpx
 import msgspec
 import numpy as np
 from ddpobs_server.store import Store, Token
-from ddpobs_server.web.auth import new_token
+from ddpobs_server.web.authenticator import new_token
 
 from benchmarks import loads
 from ddpobs import wire

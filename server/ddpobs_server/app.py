@@ -42,7 +42,7 @@ from ddpobs_server.settings import Settings, unknown_settings
 from ddpobs_server.store import Store
 from ddpobs_server.store.database import database_lock
 from ddpobs_server.web import listening, problems, security_headers, serving
-from ddpobs_server.web.auth import Authenticator
+from ddpobs_server.web.authenticator import Authenticator
 from ddpobs_server.web.bounded_protocol import BoundedHttpProtocol
 from ddpobs_server.web.query_parameters import refuse_unknown
 from ddpobs_server.web.root_path import RootPath

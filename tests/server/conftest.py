@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ddpobs_server.reports import liveness, run_state
 from ddpobs_server.store import Store
-from ddpobs_server.web import auth
+from ddpobs_server.web import authenticator
 
 from benchmarks.rig import databases
 from benchmarks.rig.collector import Collector, collector
@@ -76,7 +76,7 @@ def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_state, "_FRESH_NS", 2**62)
     monkeypatch.setattr(run_state, "_is_silent", lambda *_: False)
     monkeypatch.setattr(liveness, "PULSE_SILENCE_NS", 2**62)
-    monkeypatch.setattr(auth, "_CACHE_S", float("inf"))
+    monkeypatch.setattr(authenticator, "_CACHE_S", float("inf"))
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from ddpobs.wire.text import NONCE, RUN_ID
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Run, Store
-from ddpobs_server.web.auth import Caller, needs
+from ddpobs_server.web.auth import needs
+from ddpobs_server.web.authenticator import Caller
 from ddpobs_server.web.problems import Problem
 from ddpobs_server.web.services import ServicesDep
 

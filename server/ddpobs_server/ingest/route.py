@@ -19,7 +19,8 @@ from ddpobs_server.ingest.memory_budget import decoded_bytes
 from ddpobs_server.ingest.upload import Upload
 from ddpobs_server.store import DeletedRunError, Outcome, UnavailableError, UnstorableBatchError
 from ddpobs_server.web import problems
-from ddpobs_server.web.auth import BEARER, Caller, needs
+from ddpobs_server.web.auth import BEARER, needs
+from ddpobs_server.web.authenticator import Caller
 from ddpobs_server.web.problems import Problem
 from ddpobs_server.web.services import Services, services_of
 

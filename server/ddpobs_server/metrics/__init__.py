@@ -17,7 +17,8 @@ from typing_extensions import override
 from ddpobs_server.metrics.metric import END, Render
 from ddpobs_server.metrics.scrape import Scrape
 from ddpobs_server.metrics.scrapes import WAIT_S
-from ddpobs_server.web.auth import Caller, needs
+from ddpobs_server.web.auth import needs
+from ddpobs_server.web.authenticator import Caller
 from ddpobs_server.web.fair_slots import FairSlots
 from ddpobs_server.web.placed_route import PlacedRoute
 from ddpobs_server.web.problems import Problem

@@ -21,7 +21,7 @@ from ddpobs_server.operations import backup, self_check
 from ddpobs_server.settings import Settings, unknown_settings
 from ddpobs_server.store import DEFAULT_WORKSPACE, Store, Token, UnavailableError, UnusableError
 from ddpobs_server.store.database import database_access
-from ddpobs_server.web.auth import SCOPES, new_token
+from ddpobs_server.web.authenticator import SCOPES, new_token
 from ddpobs_server.web.workspace_limits import Limits, effective_limits
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # Only their types: a route asks for the parts that it knows.
     from ddpobs_server.operations.health_monitor import HealthMonitor
     from ddpobs_server.operations.retention import RetentionJob
     from ddpobs_server.reports.reports import Reports
-    from ddpobs_server.web.auth import Authenticator
+    from ddpobs_server.web.authenticator import Authenticator
     from ddpobs_server.web.workspace_limits import Rates, WorkspaceLimits
     from ddpobs_server.web.workspace_usage import WorkspaceUsages
 

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict, override
 
 from ddpobs_server.store import DEFAULT_WORKSPACE, Store
 from ddpobs_server.store import WorkspaceUsage as StoredUsage
-from ddpobs_server.web.auth import Caller
+from ddpobs_server.web.authenticator import Caller
 from ddpobs_server.web.fair_slots import FairSlots
 from ddpobs_server.web.problems import Problem
 from ddpobs_server.web.workspace_limits import Limits, WorkspaceLimits

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from ddpobs_server.operations import commands, health_monitor
 from ddpobs_server.store import Store
-from ddpobs_server.web.auth import new_token
+from ddpobs_server.web.authenticator import new_token
 from prometheus_client import CollectorRegistry
 from sqlalchemy import create_engine, inspect
 from typer.testing import CliRunner

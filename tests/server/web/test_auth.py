@@ -17,7 +17,7 @@ from ddpobs_server.app import create_app
 from ddpobs_server.operations.commands import cli
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
-from ddpobs_server.web.auth import Caller
+from ddpobs_server.web.authenticator import Caller
 from ddpobs_server.web.problems import Problem
 from starlette.routing import Mount, Route
 from typer.testing import CliRunner

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from ddpobs_server.store import Store
-from ddpobs_server.web.auth import new_token
+from ddpobs_server.web.authenticator import new_token
 
 
 def bearer(database_url: str, workspace: str, *scopes: str) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpobs_server.store import Store
-from ddpobs_server.web.auth import new_token
+from ddpobs_server.web.authenticator import new_token
 
 
 def create_token(url: str, name: str, workspace: str, *scopes: str) -> str:
