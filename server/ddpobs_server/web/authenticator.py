@@ -33,7 +33,7 @@ _REFRESH_S = 1.0
 """Shortest interval between two refreshes for unknown tokens."""
 _GENERATED = re.compile(r"(?i:bearer) ddpobs_([0-9a-f]{8})_[A-Za-z0-9_-]{32}")
 """An `Authorization` header with a token that `new_token` may have generated."""
-_MAX_FAILURES, _FAILURES_S = 20, 60.0
+MAX_FAILURES, _FAILURES_S = 20, 60.0
 """Different wrong tokens from one address, and the period in seconds, after which the address has to wait."""
 _MAX_ADDRESSES = 10_000
 
@@ -203,12 +203,12 @@ class Authenticator:
             while failures and time.monotonic() - next(iter(failures.values())) > _FAILURES_S:
                 failures.popitem(last=False)
             first = next(iter(failures.values()), 0.0)
-            wait_s = _FAILURES_S - (time.monotonic() - first) if len(failures) >= _MAX_FAILURES else 0.0
+            wait_s = _FAILURES_S - (time.monotonic() - first) if len(failures) >= MAX_FAILURES else 0.0
         if wait_s > 0:
             raise Problem(
                 429,
                 "Too many wrong tokens",
-                f"{address} sent {_MAX_FAILURES} different wrong tokens within {_FAILURES_S:.0f} s",
+                f"{address} sent {MAX_FAILURES} different wrong tokens within {_FAILURES_S:.0f} s",
                 {"Retry-After": str(int(wait_s) + 1)},
             )
 
@@ -217,7 +217,7 @@ class Authenticator:
         with self._lock:
             failures = self._failures.setdefault(address, OrderedDict())
             failures.setdefault(_digest(token), time.monotonic())
-            while len(failures) > _MAX_FAILURES:
+            while len(failures) > MAX_FAILURES:
                 failures.popitem(last=False)
             self._failures.move_to_end(address)
             while len(self._failures) > _MAX_ADDRESSES:

@@ -15,7 +15,6 @@ import pytest
 from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store, Token
-from ddpobs_server.web import authenticator
 from ddpobs_server.web.authenticator import Authenticator, new_token
 from ddpobs_server.web.problems import Problem
 
@@ -90,7 +89,7 @@ def test_a_flood_of_wrong_tokens_reads_the_database_once_a_second(
 
 
 def test_unknown_tokens_do_not_delay_a_known_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(authenticator, "_REFRESH_S", 5.0)
+    monkeypatch.setattr("ddpobs_server.web.authenticator._REFRESH_S", 5.0)
     database = f"sqlite:///{tmp_path}/runs.db"
     headers = {"Authorization": f"Bearer {create_token(database, 'known', 'default', 'read')}"}
     app = create_app(Settings(database_url=database))

@@ -11,7 +11,7 @@ import zstandard
 from ddpobs_server.operations.commands import cli
 from ddpobs_server.settings import Settings, printable_url
 from ddpobs_server.store import Store
-from ddpobs_server.web.authenticator import Authenticator, new_token
+from ddpobs_server.web.authenticator import MAX_FAILURES, Authenticator, new_token
 from ddpobs_server.web.problems import Problem
 from pydantic import ValidationError
 from typer.testing import CliRunner
@@ -174,10 +174,10 @@ def test_ranks_that_share_an_old_token_lock_no_other_rank_out(tmp_path: Path) ->
     store.migrate()
     authenticator = Authenticator(Settings(token="right"), store)
     authenticator.refresh()
-    for _ in range(5 * authenticator._MAX_FAILURES):
+    for _ in range(5 * MAX_FAILURES):
         assert not allowed(authenticator, "old")
     assert allowed(authenticator, "right")
-    for number in range(authenticator._MAX_FAILURES):
+    for number in range(MAX_FAILURES):
         assert not allowed(authenticator, f"guess-{number}", "b")
     with pytest.raises(Problem, match="different wrong tokens") as problem:
         authenticator.caller("Bearer right", "b")
