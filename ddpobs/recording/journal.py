@@ -132,10 +132,11 @@ class Journal:
             return False
         self._leave_step()
         self.place.enter(DATA)
+        evaluating = self.evaluation.is_evaluating()
+        if evaluating:
+            self.evaluation.fetch_began(self.forwards)
         # Some scripts validate with the model left in training mode, so the gradient mode is recorded too.
-        self.entries.record(
-            StepTracker.fetch_began, self._now(), torch.is_grad_enabled(), self.evaluation.is_evaluating(), loader
-        )
+        self.entries.record(StepTracker.fetch_began, self._now(), torch.is_grad_enabled(), evaluating, loader)
         return True
 
     def _leave_step(self) -> None:

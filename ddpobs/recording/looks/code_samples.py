@@ -2,7 +2,8 @@
 
 The first looks follow each other at 0.05 s, later ones come with the pulses, thirty a minute. Each stands for the time
 since the look before it, so that the first seconds of a run weigh no more than others. A look costs 30 µs. It
-counts once a training forward has followed without an evaluation or a checkpoint: then it was inside of a step.
+counts once a training forward has followed without an evaluation or a checkpoint: then it was inside of a step. The
+mode of the modules alone is no evaluation: a policy that acts, or a model that generates, does so in evaluation mode.
 
 Own loaders. A generator or an iterator of the user's reports no fetches. If, of at least eight looks between the end
 of a step and the next forward, 80 % found the training loop's `for` statement or `next` waiting for an iterator
@@ -39,7 +40,7 @@ _JUDGED_LOOKS, _MIN_LOOKS = 64, 8
 _BEGINS_SHARE, _ENDS_SHARE = 0.8, 0.6
 _MAX_PLACES = 8
 _MAX_TEXT = 256
-_OUTSIDE_OF_STEPS = ("evaluation", "checkpoint", "compile")
+_OUTSIDE_OF_STEPS = ("checkpoint", "compile")
 
 
 class _Look(NamedTuple):
@@ -53,6 +54,7 @@ class _Look(NamedTuple):
         key: Identity of the place: a line of the training loop, or a function that it calls.
         place: Its lines.
         calls: Name of the function that the innermost line calls.
+        evaluating: Every module was in evaluation mode.
         time_ns: Time since the look before it.
     """
 
@@ -63,6 +65,7 @@ class _Look(NamedTuple):
     key: object = None
     place: str = ""
     calls: str = ""
+    evaluating: bool = False
     time_ns: int = 0
 
 
@@ -130,7 +133,7 @@ class CodeSamples:
         if phase not in (DATA, OTHER):
             return _Look(journal.forwards, "")
         evaluating = journal.evaluation.is_evaluating()
-        kind, _ = classify(frames, "", bucket_pending=False, waits_in=journal.waits.name, evaluating=evaluating)
+        kind, _ = classify(frames, "", bucket_pending=False, waits_in=journal.waits.name, evaluating=False)
         if kind in _OUTSIDE_OF_STEPS:
             return None
         if phase == OTHER and kind in ("collective", "bucket"):
@@ -139,7 +142,7 @@ class CodeSamples:
         iterates = in_gap and asks_iterator(frames, journal.forward_places)
         key, place, calls = self._describe(frames)
         name: Literal["data", "other"] = "data" if phase == DATA or kind == "data" else "other"
-        return _Look(journal.forwards, name, in_gap and kind == "code", iterates, key, place, calls)
+        return _Look(journal.forwards, name, in_gap and kind == "code", iterates, key, place, calls, evaluating)
 
     def _describe(self, frames: Sequence[FrameType]) -> tuple[object, str, str]:
         """Identity and text of the place, and the name of the function that it calls."""
@@ -156,13 +159,15 @@ class CodeSamples:
         return slots[Slot.PHASE], slots[Slot.AT_NS]
 
     def _settle(self) -> None:
-        """Count the looks that a forward has followed; drop all if an evaluation or a checkpoint came between."""
+        """Count the looks that a forward has followed; drop those of an evaluation or a checkpoint."""
         forwards, interruptions = self._journal.forwards, self._journal.waits.interruptions
         if interruptions != self._interruptions:
             self._interruptions = interruptions
             self._open.clear()
         while self._open and self._open[0].forwards < forwards:
-            self._looks.append(self._open.popleft())
+            look = self._open.popleft()
+            if not (look.evaluating and look.forwards in self._journal.evaluation.fetched_after):
+                self._looks.append(look)
         self._judge()
 
     def _judge(self) -> None:

@@ -132,6 +132,25 @@ def test_looks_around_an_evaluation_are_in_no_step() -> None:
     assert training.samples.places() == []
 
 
+@pytest.mark.parametrize("fetches", [False, True])
+def test_code_in_evaluation_mode_is_in_a_step_unless_it_asks_a_loader_for_batches(fetches: bool) -> None:
+    """A policy acts in evaluation mode, and so does a validation, through no DDP module. The latter has a loader."""
+    training, evaluates = LookedAt(), [False]
+    training.journal.evaluation.covers_all = lambda: evaluates[0]
+    for _ in range(20):
+        training.step()
+        evaluates[0] = True
+        if fetches:
+            training.journal.fetch_began(1)
+            training.journal.fetch_ended()
+        training.wait()
+        evaluates[0] = False
+    training.step()
+    training.samples.look()
+    assert training.samples.count == (0 if fetches else 19)
+    assert [place.phase for place in training.samples.places()] == ([] if fetches else ["other"])
+
+
 @pytest.mark.parametrize("loop", [iterate, work_otherwise])
 def test_without_texts_only_counts_are_kept(loop: object) -> None:
     training = LookedAt(texts=False)
