@@ -205,8 +205,6 @@ def serve(
         _log.warning(warning)
     if (problem := self_check.tls_problem(settings)) is not None:
         raise _refusal(problem)
-    if (weakness := self_check.token_problem(settings)) is not None:
-        _log.warning(weakness)
     with ExitStack() as locks:
         if (file := settings.database_file) is not None:
             locks.enter_context(database_lock.held(file, alone=False))
@@ -259,6 +257,8 @@ def _log_address(url: str, settings: Settings, has_tokens: bool) -> None:
     _log.info(
         "ddpobs-server: %s, database %s, %s", url, settings.database, access, extra={"version": ddpobs.__version__}
     )
+    if (weakness := self_check.token_problem(settings)) is not None:
+        _log.warning(weakness)
 
 
 def main() -> None:

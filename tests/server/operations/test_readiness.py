@@ -74,7 +74,7 @@ def test_a_token_that_can_be_guessed_is_warned_of(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("x\n")
     with collector(tmp_path, token_file=tokens) as running:
-        assert "a token has 1 characters and can be guessed" in running.log.read_text()
+        patience.until(lambda: "a token has 1 characters and can be guessed" in running.log.read_text())
     database = f"sqlite:///{tmp_path}/runs.db"
     for settings, states in (({"token": "x"}, ["warn"]), ({"token": "x" * 16}, [])):
         results = self_check.run(Settings(database_url=database, **settings), integrity=False)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ def lines_of(running: Collector) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("settings", "access"),
-    [({}, "no token needed (loopback only)"), ({"token": "s3cret", "host": "0.0.0.0"}, "token needed")],
+    [({}, "no token needed (loopback only)"), ({"token": "a-token-of-its-own", "host": "0.0.0.0"}, "token needed")],
 )
 def test_the_start_prints_one_line_with_address_database_and_access(
     tmp_path: Path, settings: dict[str, Any], access: str
