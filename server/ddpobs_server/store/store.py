@@ -157,7 +157,13 @@ class Store:
             UnavailableError: Too little space is free.
         """
         self._state.check()
-        if self._disk is not None and (free := shutil.disk_usage(self._disk).free) < self._keep_free_bytes:
+        if self._disk is None:
+            return
+        try:
+            free = shutil.disk_usage(self._disk).free
+        except OSError:
+            return  # The database itself shows whether it can be written.
+        if free < self._keep_free_bytes:
             raise UnavailableError(f"{free} bytes are free, {self._keep_free_bytes} must stay free", full=True)
 
     def ready(self) -> bool:
