@@ -139,7 +139,7 @@ class Switched:
         for owner, name in self._owners:
             setattr(owner, name, self._recorder)
         ending = self._process._ending
-        self._process._observation.install_hooks(ending.fail, ending.end_cell, self._process._await_readers)
+        self._process._observation.install_hooks(ending.fail, ending.end_cell, self._process._leave)
         if (exporter.emitted, len(journal.entries._queue)) != recorded:
             raise RuntimeError("something was recorded while telemetry was off")
         return result

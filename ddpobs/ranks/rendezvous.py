@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -68,6 +70,8 @@ class Rendezvous:
         self._statistics: Exchange | None = None
         self._hangs: HangReport | None = None
         self._hang_log: HangLog | None = None
+        self._calling = threading.RLock()
+        """Locked during calls of the store."""
 
     def open(self) -> None:
         """Connect to the store and request the identity; a store that is not reachable is tried again later.
@@ -96,6 +100,8 @@ class Rendezvous:
             self.open()
             return False
         with self._until_store_is_gone():
+            if self._identities is None:  # The process group ends meanwhile.
+                return True
             if not self._is_identified:
                 identity = self._identities.poll()
                 if identity is None:
@@ -129,11 +135,32 @@ class Rendezvous:
     def await_readers(self, timeout_s: float) -> None:
         """On the leader, wait until the other ranks have read the identity: the store may end with this process."""
         deadline = time.monotonic() + timeout_s
-        with self._until_store_is_gone():
-            while self._identities is not None and time.monotonic() < deadline:
-                if self._is_identified and self._identities.all_have_read():
+        while time.monotonic() < deadline:
+            with self._until_store_is_gone():
+                if self._identities is None or (self._is_identified and self._identities.all_have_read()):
                     return
-                time.sleep(_READ_S)
+            time.sleep(_READ_S)
+
+    def leave(self, timeout_s: float) -> None:
+        """Use the store no more, because the process group ends; the leader waits until the other ranks do so, too.
+
+        A call that is under way when the store ends would print a page. The store of torchrun's agent does not end.
+        """
+        deadline = time.monotonic() + timeout_s
+        self.await_readers(timeout_s)
+        identities = self._identities
+        if identities is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return
+        if not self._calling.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return
+        try:
+            self._store_gone, self._identities, self._statistics, self._hangs = True, None, None, None
+            with suppress(dist.DistNetworkError):
+                identities.leave()
+                while not identities.all_have_left() and time.monotonic() < deadline:
+                    time.sleep(_READ_S)
+        finally:
+            self._calling.release()
 
     def close(self, timeout_s: float) -> None:
         """End the verdicts on hangs."""
@@ -189,6 +216,7 @@ class Rendezvous:
     @contextmanager
     def _until_store_is_gone(self) -> Iterator[None]:
         try:
-            yield
+            with self._calling:
+                yield
         except dist.DistNetworkError:
             self._leave_store()

@@ -82,6 +82,14 @@ class IdentityExchange:
         self.reply_to_others()
         return not self._unanswered and int(self._store.add("read", 0)) >= self._request_count
 
+    def leave(self) -> None:
+        """Note that this rank uses the store no more."""
+        self._store.add("left", 1)
+
+    def all_have_left(self) -> bool:
+        """Whether every rank that asked uses the store no more, as the leader sees it; True on the other ranks."""
+        return not self.is_leader or bool(self._older) or int(self._store.add("left", 0)) >= self._request_count
+
     def reply_to_others(self) -> None:
         """Answer the open requests, on the leader."""
         if not self.is_leader:

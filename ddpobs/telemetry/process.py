@@ -155,7 +155,7 @@ class Telemetry:
         undo.callback(self._exporter.close, _CLOSE_S)
         self._exporter.start()
         undo.callback(self._observation.remove_hooks)
-        self._observation.install_hooks(self._ending.fail, self._ending.end_cell, self._await_readers)
+        self._observation.install_hooks(self._ending.fail, self._ending.end_cell, self._leave)
         undo.callback(self._observation.unreduced.remove)
         self._observation.unreduced.install()
         undo.callback(self._termination.remove)
@@ -230,7 +230,7 @@ class Telemetry:
         """
         atexit.unregister(self.close)
         self._at_exit.cancel()
-        never_raises(self._await_readers)()
+        never_raises(self._rendezvous.await_readers)(_READERS_S)
         self._observation.remove_hooks()
         error = error or uncaught()
         if error is not None:
@@ -241,8 +241,8 @@ class Telemetry:
         if self._run:
             mark(os.environ, self._place.slots, self._run)
 
-    def _await_readers(self) -> None:
-        self._rendezvous.await_readers(_READERS_S)
+    def _leave(self) -> None:
+        self._rendezvous.leave(_READERS_S)
 
     def _close_in_child(self) -> None:
         """Close in a forked process, in which the error that ends it is still propagating."""

@@ -19,6 +19,10 @@ def test_the_leader_knows_when_every_rank_that_asked_has_read_the_run() -> None:
     assert other.all_have_read()  # It waits for nobody.
     assert other.poll() == propose()
     assert leader.all_have_read()
+    other.leave()
+    assert not leader.all_have_left()
+    leader.leave()
+    assert leader.all_have_left()
     late = IdentityExchange(store, 2, propose)
     assert not leader.all_have_read()
     assert late.poll() == propose()
