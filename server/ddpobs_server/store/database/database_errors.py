@@ -71,6 +71,13 @@ class UnusableError(Exception):
     """This version cannot use the database as it is; the message has the reason and the remedy."""
 
 
+def damaged(error: object) -> LostDatabaseError:
+    """The error of a damaged database, with the remedy."""
+    return LostDatabaseError(
+        f"the database is damaged ({error}): stop the collector, run `ddpobs-server check`, and restore a backup"
+    )
+
+
 def translate(context: ExceptionContext) -> UnavailableError | None:
     """Handler for SQLAlchemy's `handle_error`: returns an `UnavailableError` for an error that may pass.
 
@@ -78,7 +85,7 @@ def translate(context: ExceptionContext) -> UnavailableError | None:
     """
     error: Any = context.original_exception
     if is_damage(error):
-        return LostDatabaseError(f"the database is damaged: {type(error).__name__}: {error}")
+        return damaged(error)
     if context.is_pre_ping:
         return None  # The pool reconnects by itself.
     if _sqlstate(error) == _READ_ONLY:

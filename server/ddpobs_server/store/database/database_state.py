@@ -44,10 +44,7 @@ class DatabaseState:
             LostDatabaseError: A file is missing, another file has its name, or a page is damaged.
         """
         if self._damage is not None:
-            raise LostDatabaseError(
-                f"the database is damaged ({self._damage}): stop the collector, run `ddpobs-server check`, and "
-                "restore a backup"
-            )
+            raise database_errors.damaged(self._damage)
         for path, opened in self._opened.items():
             current = _identity(path)
             if current != opened:
