@@ -36,7 +36,7 @@ from benchmarks.source import digest
 from ddpobs import wire
 from ddpobs.clocks import HostClock
 from ddpobs.config import TelemetryConfig
-from ddpobs.export import delivery, exporter, identity
+from ddpobs.export import backlog, batch_cutter, delivery, exporter, identity, schedule
 from ddpobs.export.batch_encoder import BatchEncoder
 from ddpobs.export.http_sender import Outcome, Sender
 from ddpobs.ranks import straggler_exchange
@@ -190,10 +190,10 @@ def prepare(ranks: Sequence[int], world_size: int, seconds: float, flush_s: floa
     )
     result = Prepared(bodies.name, [], 0)
     with ExitStack() as stack:
-        for module in (exporter, delivery, step_flow):
+        for module in (exporter, schedule, delivery, backlog, step_flow):
             stack.enter_context(patch.object(module, "time", simulated))
         anchored = lambda: wire.Anchor(wall_ns=wall_ns + round(1e9 * now_s), monotonic_ns=now_ns())  # noqa: E731
-        stack.enter_context(patch.object(exporter, "anchor", anchored))
+        stack.enter_context(patch.object(batch_cutter, "anchor", anchored))
         out = stack.enter_context(bodies.open("wb"))
         for number in ranks:
             now_s, batches = 0.0, list[Due]()

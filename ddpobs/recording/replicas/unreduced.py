@@ -144,6 +144,7 @@ class UnreducedGradients:
         facts = {"module": module.index, "optimizer_steps": module.optimizer_steps, **module.exchanges.facts()}
         self._event("exchanged", self._journal.number, facts)
 
+    @unseen
     def follow(self, index: int, source: GradientSource, synchronised: Callable[[], bool]) -> None:
         """Follow a module's gradients, until its source is collected."""
         frozen = [parameter for _, parameter in source.unreduced_parameters]
