@@ -139,13 +139,13 @@ def _pace(process: telemetry.Telemetry, steps: Steps, turn: Turn) -> None:
     of a measurement of seconds. Some batches are therefore completed before.
     """
     exporter, journal = process._exporter, process._journal
-    config = exporter._config
-    exporter._config = replace(config, batch_spans=1)
+    config = exporter._queue._config
+    exporter._queue._config = replace(config, batch_spans=1)
     for _ in range(_BATCHES_BEFORE):
         steps(2)
         journal.entries.catch_up()
         time.sleep(0.1)
-    exporter._config = config
+    exporter._queue._config = config
     emitted, began = exporter.emitted, time.perf_counter()
     steps(2)
     step_s = torch.tensor((time.perf_counter() - began) / 2, device=turn.device)
@@ -155,7 +155,7 @@ def _pace(process: telemetry.Telemetry, steps: Steps, turn: Turn) -> None:
     per_s = 1 / turn.variants / step_s.item()
     # A pulse checks whether the flush is due, so half its period is subtracted.
     batch_records = round(records * (config.flush_s - config.pulse_s / 2) * per_s)
-    exporter._config = replace(config, batch_spans=min(config.batch_spans, max(1, batch_records)))
+    exporter._queue._config = replace(config, batch_spans=min(config.batch_spans, max(1, batch_records)))
     exporter._schedule.flush_due = math.inf
     if extra := round(turn.phase * config.flush_s * per_s):
         steps(extra)
