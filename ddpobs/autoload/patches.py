@@ -88,7 +88,8 @@ def _watch_barriers(module: Any) -> None:
         try:
             return original(*args, **kwargs)
         finally:
-            if not _explained and threading.get_ident() == threading.main_thread().ident:
+            is_start_up = not _explained and len(_waits) < _MAX_WAITS
+            if is_start_up and threading.get_ident() == threading.main_thread().ident:
                 _waits.append((time.monotonic_ns() - began_ns, f"barrier at {_caller()}"))
 
     module.barrier = functools.wraps(original)(barrier)
@@ -191,6 +192,8 @@ _explained: list[bool] = []
 """Not empty if a module is observed, or if the reason why none is was printed."""
 _waits: list[tuple[int, str]] = []
 """Time of each wait at a barrier before the first model, in nanoseconds, and its place."""
+_MAX_WAITS = 1000
+"""Maximum number of these waits: a program without a model may wait for ever."""
 _advised: list[bool] = []
 _PATCHES: dict[str, Callable[[Any], None]] = {
     "torch.nn.parallel.distributed": _patch_ddp,

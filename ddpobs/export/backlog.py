@@ -15,7 +15,7 @@ from ddpobs.export.once import Once
 from ddpobs.export.spool import Encoded, Spool, Spooled
 
 _MAX_LISTED = 256
-"""Maximum of spooled batches that one listing of the spool takes."""
+"""Maximum number of spooled batches that one listing of the spool takes."""
 
 
 class Copies:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ddpobs import wire
 
 _MAX_PER_BATCH = 2_000
-"""Maximum of names in a batch; the collector refuses batches with too many names."""
+"""Maximum number of names in a batch; the collector refuses batches with too many names."""
 
 
 class UnusedNames:

@@ -30,7 +30,7 @@ BUFFERS = "the broadcast of buffers"
 """Name of the collective in which a DDP module's forward waits."""
 _IN_BACKWARD = ("backward", "exposed_comm")
 _NAMED = 2
-"""Most ranks that the headline of twelve words names."""
+"""Maximum number of ranks that the headline of twelve words names."""
 _ENDED = {"failed": "failed", "interrupted": "been interrupted"}
 
 Kind = Literal["absent", "stopped", "dead", "input", "mismatch", "link", "code"]

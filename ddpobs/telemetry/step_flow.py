@@ -16,7 +16,7 @@ from ddpobs.steps.step_columns import RawSteps
 from ddpobs.steps.summary import Summary
 
 _STEPS_PER_RECORD = 256
-"""Most steps in one record of the queue; a quarter of the queue or of a batch, if that is less."""
+"""Maximum number of steps in one record of the queue; a quarter of the queue or of a batch, if that is less."""
 
 
 class StepFlow:

@@ -34,7 +34,7 @@ STRAGGLER_SHARE = 0.1
 Ranks (`Peers.straggler_<phase>`) and collector (the finding `straggler`) use the same definition. It is a convention of
 this project, written down with its false alarms in docs/methods/slow-ranks.md.
 """
-_MOST = 2**48
+_MAX_COUNT = 2**48
 MAX_INDEX, MAX_STEP = 2**20 - 1, 2**40 - 1
 """Maximum number of a rank, module or bucket, and of a step: rank and step together fit into 64 bits."""
 
@@ -42,7 +42,7 @@ Ints = columns.Ints
 RunId = Annotated[str, msgspec.Meta(pattern=STRICT_RUN_ID)]
 Nonce = Annotated[str, msgspec.Meta(pattern=rf"^{NONCE}\Z")]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=_MAX_COUNT)]
 CountOrUnknown = Annotated[int, msgspec.Meta(ge=UNKNOWN, le=2**62)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=MAX_INDEX)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
@@ -59,8 +59,8 @@ TimesBetween = Annotated[Ints, Range(-(2**63), 2**63 - 1)]
 Durations = Annotated[Ints, Range(0, LONGEST_NS)]
 DurationsOrUnknown = Annotated[Ints, Range(UNKNOWN, LONGEST_NS)]
 SignedDurations = Annotated[Ints, Range(-LONGEST_NS, LONGEST_NS)]
-Counts = Annotated[Ints, Range(0, _MOST)]
-CountsOrUnknown = Annotated[Ints, Range(UNKNOWN, _MOST)]
+Counts = Annotated[Ints, Range(0, _MAX_COUNT)]
+CountsOrUnknown = Annotated[Ints, Range(UNKNOWN, _MAX_COUNT)]
 StepNumbers = Annotated[Ints, Range(0, MAX_STEP)]
 StepNumbersOrUnknown = Annotated[Ints, Range(UNKNOWN, MAX_STEP)]
 Indexes = Annotated[Ints, Range(0, MAX_INDEX)]

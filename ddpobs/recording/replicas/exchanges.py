@@ -12,7 +12,7 @@ BY_HAND = 0.25
 """Share of the elements that the script must move in collectives to count as their reduction by hand.
 
 A logged loss is a few elements, and is no reduction."""
-_FEWEST = 2
+_MIN_EXCHANGES = 2
 """A single large collective may also be a broadcast at the start, or gather a checkpoint."""
 
 
@@ -29,7 +29,7 @@ class Exchanges:
     @property
     def are_regular(self) -> bool:
         """Whether the script keeps the replicas together by itself."""
-        return self.count >= _FEWEST
+        return self.count >= _MIN_EXCHANGES
 
     def look(self, optimizer_steps: int, moved: int, elements: int) -> None:
         """Count what was moved between two steps of the optimizer; what comes before its first step is no exchange.

@@ -20,7 +20,7 @@ from ddpobs_server.web.services import ServicesDep
 router = APIRouter(prefix="/api/v1", tags=["runs"])
 
 _MAX_BYTES, _MAX_S = 65_536, 10.0
-"""Maximum number of bytes of a body, and longest time until it has arrived."""
+"""Maximum bytes of a body, and longest time until it has arrived."""
 _BODY: dict[str, Any] = {
     "required": True,
     "content": {

@@ -9,7 +9,7 @@ from bokeh.embed import json_item
 from bokeh.models import Plot
 
 TABLE_ROWS = 100
-"""Most rows of a picture's table."""
+"""Maximum number of rows of a picture's table."""
 
 
 @dataclass(frozen=True)

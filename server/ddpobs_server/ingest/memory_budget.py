@@ -12,7 +12,7 @@ from ddpobs_server.web.problems import Problem
 from ddpobs_server.web.workspace_limits import WorkspaceLimits
 
 _DECODED_RATIO = 10
-"""Largest ratio of a decoded batch's memory to its bytes before decoding."""
+"""Maximum ratio of a decoded batch's memory to its bytes before decoding."""
 
 
 class Reservation:

@@ -26,7 +26,7 @@ from ddpobs_server.web.workspace_limits import WorkspaceLimits
 
 _log = logging.getLogger(__name__)
 _GROUP_BATCHES = 64
-"""Most batches in one transaction."""
+"""Maximum number of batches in one transaction."""
 _GROUP_RECORDS = 2**18
 """Records after which a transaction takes no further batch: their columns are joined in memory."""
 _SHARED_BATCHES, _SHARED_RECORDS = 8, 2**14

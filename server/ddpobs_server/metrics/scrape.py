@@ -20,7 +20,7 @@ from ddpobs_server.store import Run, RunVersion, Store, UnavailableError
 SCRAPE_BYTES = 64_000_000
 """Maximum bytes of a response; further runs are left out and counted."""
 _CACHED_BYTES = 192_000_000
-"""Most bytes of rendered runs of all workspaces that are kept."""
+"""Maximum bytes of rendered runs of all workspaces that are kept."""
 _LAST_SCRAPES_NS = 60_000_000_000
 """Time a finished run stays, so that its last values are scraped."""
 

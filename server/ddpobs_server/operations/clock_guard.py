@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 _TOLERANCE_NS = 300 * 10**9
-"""Largest difference of both clocks between two rounds. Daily corrections are far smaller."""
+"""Maximum difference of both clocks between two rounds. Daily corrections are far smaller."""
 
 
 def elapsed_ns() -> int:

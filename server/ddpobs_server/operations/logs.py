@@ -19,7 +19,7 @@ from ddpobs import wire
 
 _log = logging.getLogger(__name__)
 _LINES, _WITHIN_S = 10, 10.0
-"""Most warnings and errors of a kind in each interval of this many seconds."""
+"""Maximum number of warnings and errors of a kind in each interval of this many seconds."""
 _VERBOSE = ("alembic", "uvicorn.error", "ddpobs_server.store.database.database_errors.Pool")
 """Loggers whose info lines (migrations, server states, connections) are written at the level debug only."""
 _Line = MutableMapping[str, Any]

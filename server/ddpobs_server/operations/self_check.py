@@ -22,7 +22,7 @@ _SKEW_S = 5.0
 _TIMEDATECTL_S = 5.0
 _RENEWAL_DAYS = 7
 _TOKEN_CHARACTERS = 16
-"""Fewest characters of a token that is not warned of."""
+"""Minimum characters of a token that is not warned of."""
 
 
 @dataclass(frozen=True)

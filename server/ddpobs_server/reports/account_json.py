@@ -13,7 +13,7 @@ from ddpobs_server.store import Attempt, AttemptSummary, Source, Store
 
 _NS_PER_HOUR = 3600 * 10**9
 _ATTEMPTS, _RANKS = 1000, 16_384
-"""Most attempts of an account, and most ranks of all its attempts together, with ranks that sent nothing."""
+"""Maximum number of attempts of an account, and of ranks of all its attempts, with ranks that sent nothing."""
 _NO_BATCH = "no batch has arrived from it"
 _NO_ACCOUNT = "its version of ddpobs sends no account"
 

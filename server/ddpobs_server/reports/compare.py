@@ -17,7 +17,7 @@ from ddpobs_server.analysis.steps.joined_steps import Floats, mean_over_ranks
 from ddpobs_server.store import Source, Store, TooManyRowsError
 
 _STEPS, _STEP_ROWS, _SPAN_ROWS = 4096, 400_000, 200_000
-"""Most steps of a run that are compared, and about the most rows of steps and of spans that are read."""
+"""Maximum number of steps of a run that are compared, and about the most rows of steps and of spans that are read."""
 Buckets = dict[tuple[int, int], str]
 """Name of a bucket by module and bucket."""
 

@@ -30,7 +30,7 @@ from ddpobs_server.reports.read_bins import AttemptBins, read_lateness
 from ddpobs_server.store import Source, Store, TooManyRowsError
 
 _EDGE_ROWS = 40_000
-"""Most rows of steps that are read around a change point."""
+"""Maximum number of rows of steps that are read around a change point."""
 _ALL_SILENT = "no rank sends any more: the processes were killed, stand still all at once, or are cut off"
 _NO_BATCH = "no batch has arrived from {}"
 _NO_STEP = "no step has ended on {}"

@@ -23,7 +23,7 @@ from ddpobs_server.store.sums.stored_bins import BIN_STEPS, BLOCK_RANKS, FACTOR,
 _COLUMN_ROWS = 200_000
 """Rows of steps up to which a response is computed from columns."""
 _CELLS = 300_000
-"""Most bins times ranks that are judged."""
+"""Maximum number of bins times ranks that are judged."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ _CHOICE_STEPS, _CHOICE_ROWS = 50, 50_000
 _ALIGNED_STEPS = 2
 """Steps before and after a shown step that are read to align the ranks' clocks."""
 _SPAN_ROWS = 50_000
-"""Most rows of spans from which the times of buckets are computed."""
+"""Maximum number of rows of spans from which the times of buckets are computed."""
 
 
 @dataclass(frozen=True)

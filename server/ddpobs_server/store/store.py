@@ -43,7 +43,7 @@ _R = TypeVar("_R")
 _PROBE_S = 10.0
 """Seconds after a commit without a further check that batches can be stored."""
 _RUN_BUCKETS = 200_000
-"""Most buckets of all layouts of a run whose sizes are read."""
+"""Maximum number of buckets of all layouts of a run whose sizes are read."""
 
 
 def _reads(query: Callable[Concatenate[Connection, _P], _R]) -> Callable[Concatenate[Store, _P], _R]:

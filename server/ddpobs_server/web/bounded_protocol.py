@@ -17,7 +17,7 @@ from ddpobs_server.web.chunked_responses import CHUNK_BYTES
 from ddpobs_server.web.problems import MEDIA_TYPE, Problem
 
 HEAD_BYTES, HEAD_S = 65_536, 30.0
-"""Largest size of headers or trailers, and the longest time in seconds until the headers are complete."""
+"""Maximum size of headers or trailers, and the longest time in seconds until the headers are complete."""
 REST_S = 10.0
 """Seconds the rest of a request is read after its response: many clients read the response only when all is sent."""
 UNREAD_S = 30.0

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 Work = Literal["metrics", "findings", "list", "diagnosis", "bins", "retention", "compaction"]
 _RETRY_S, _SHOWN_S = 60.0, 600.0
 """Seconds until a scrape reads a run again that failed, and for which a fault that does not recur is shown."""
-_MOST = 10_000
+_MAX_RUNS = 10_000
 """Faults in memory."""
 Part = TypeVar("Part")
 
@@ -98,7 +98,7 @@ class RunFaults:
         with self._lock:
             is_known = self._latest.pop((work, run), None) is not None
             self._latest[work, run] = self._now_s()
-            while len(self._latest) > _MOST:
+            while len(self._latest) > _MAX_RUNS:
                 self._latest.popitem(last=False)
         if not is_known:
             _log.error("%s of run %s failed and is left out", work, run, exc_info=error)

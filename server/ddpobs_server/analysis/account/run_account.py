@@ -20,7 +20,7 @@ from ddpobs_server.analysis.account.parts import Parts, added, group_of, is_prod
 from ddpobs_server.analysis.account.rank_account import Process, attribute_waits, parts_of_rank
 
 _CLOCK_ERROR_NS = 60 * 10**9
-"""Largest difference between the times at which two ranks are ready that is not an error of their wall clocks."""
+"""Maximum difference between the times at which two ranks are ready that is not an error of their wall clocks."""
 
 
 @dataclass(frozen=True)

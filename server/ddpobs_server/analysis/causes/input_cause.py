@@ -17,8 +17,8 @@ from ddpobs.shared.words import percent
 from ddpobs_server.analysis.causes.code_places import Places
 from ddpobs_server.analysis.finding import Gain
 
-_MOST = 0.5
-"""Least share of the time that a cause explains."""
+_MIN_SHARE = 0.5
+"""Minimum share of the time that a cause explains."""
 _FEW_BATCHES = 4
 """Batches per iterator below which an iterator is short-lived."""
 
@@ -92,14 +92,14 @@ def cause_of(use: InputUse) -> InputCause | None:
 
 def _own_loader(use: InputUse) -> InputCause | None:
     """An iterator that is not torch's."""
-    if not use.places.is_judged or use.places.iterating_share < _MOST:
+    if not use.places.is_judged or use.places.iterating_share < _MIN_SHARE:
         return None
     place = next(place for place, _ in use.places.times_ns.most_common() if place.iterates)
     remedy = (
         "Prepare the next batch while the step computes: in a thread with a queue, or in the worker processes of "
         "torch's DataLoader (an IterableDataset wraps a generator)."
     )
-    if use.places.copy_share >= _MOST:
+    if use.places.copy_share >= _MIN_SHARE:
         remedy = "Most of it copies or converts tensors: use pinned memory and non_blocking=True. " + remedy
     return InputCause(
         "own-loader",
@@ -117,7 +117,7 @@ def _new_iterators(use: InputUse) -> InputCause | None:
     starting_ns = use.total("creating_ns", "closing_ns") + _excess_of_first_ns(use)
     share = min(1.0, starting_ns / max(1, use.total("creating_ns", "fetching_ns", "closing_ns")))
     short_lived = batches < _FEW_BATCHES * iterators
-    if use.workers <= 0 or not (short_lived or share >= _MOST):
+    if use.workers <= 0 or not (short_lived or share >= _MIN_SHARE):
         return None
     begins, remedy = _beginning(use, is_each_step=batches < 2 * iterators)
     return InputCause(
@@ -159,7 +159,7 @@ def _beginning(use: InputUse, *, is_each_step: bool) -> tuple[str, str]:
 def _slow_collate(use: InputUse) -> InputCause | None:
     """A `collate_fn` that takes most of the time, in the training process."""
     share = use.share_of_input("collating_ns")
-    if use.workers != 0 or share < _MOST:
+    if use.workers != 0 or share < _MIN_SHARE:
         return None
     most_ns = share * use.data_ns
     return InputCause(
@@ -180,7 +180,7 @@ def _slow_worker(use: InputUse) -> InputCause | None:
         return None
     worker, slowest_ns = alone_ns.most_common(1)[0]
     share = slowest_ns / max(1, use.total("fetching_ns"))
-    if share < _MOST:
+    if share < _MIN_SHARE:
         return None
     most_ns = share * use.share_of_input("fetching_ns") * use.data_ns
     return InputCause(

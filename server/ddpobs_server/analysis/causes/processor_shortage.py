@@ -10,8 +10,8 @@ from ddpobs.shared.processors import format_processors, parse_processors
 from ddpobs.shared.words import format_ranks, percent
 from ddpobs_server.analysis.evidence import Evidence
 
-_MOST = 0.5
-"""Least share of the waits that a quota explains, and of the busy processor time that other programs take."""
+_MIN_SHARE = 0.5
+"""Minimum share of the waits that a quota explains, and of the busy processor time that other programs take."""
 _FULL = 0.9
 """Share of the host's processor time that is in use, above which no processor is free."""
 
@@ -67,7 +67,7 @@ def _machine(evidence: Evidence, rank: int) -> wire.Machine | None:
 
 
 def _quota(machines: dict[int, wire.Machine], throttled_share: float) -> ShortageCause | None:
-    if throttled_share < _MOST:
+    if throttled_share < _MIN_SHARE:
         return None
     quotas = [machine.quota_permille for machine in machines.values() if machine.quota_permille > 0]
     limit = f" of {min(quotas) / 1000:.3g} processors" if quotas else ""
@@ -122,7 +122,7 @@ def _others(machines: list[wire.Machine]) -> ShortageCause | None:
     host = known[0]
     in_use = host.busy_permille / 1000 * host.host_processors
     own = sum(machine.process_permille for machine in known) / 1000
-    if host.busy_permille < 1000 * _FULL or own > (1 - _MOST) * in_use:
+    if host.busy_permille < 1000 * _FULL or own > (1 - _MIN_SHARE) * in_use:
         return None
     return ShortageCause(
         "others",

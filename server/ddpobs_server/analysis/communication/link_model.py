@@ -19,7 +19,7 @@ from ddpobs_server.analysis.steps.joined_steps import Floats
 SMALL_BYTES = 65_536
 """Messages below it are a matter of latency: at 1 Gbit/s they move in half a millisecond."""
 _SEPARABLE = 2.0
-"""Least ratio of the largest size to the smallest for which latency and bandwidth are separated."""
+"""Minimum ratio of the largest size to the smallest for which latency and bandwidth are separated."""
 
 
 @dataclass(frozen=True)

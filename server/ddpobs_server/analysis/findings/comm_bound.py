@@ -29,7 +29,7 @@ from ddpobs_server.analysis.steps.joined_steps import Floats
 
 CODES = ("comm-bound",)
 COMM_SHARE = 0.3
-"""Largest share of exposed communication in the steps' time that is no finding."""
+"""Maximum share of exposed communication in the steps' time that is no finding."""
 _DEFAULT_CAP_BYTES = 25 * 2**20
 _REMEDIES = {
     "bandwidth": "Compress gradients (comm='bf16'), accumulate over several micro-batches with no_sync, or use a "

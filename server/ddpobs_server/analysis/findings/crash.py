@@ -36,7 +36,7 @@ _TERMINATED = "Look at the launcher's and the scheduler's log, or at the user wh
 _CONNECTION = "Look at ranks without telemetry, and at the launcher's log: one of them may have ended first."
 _HOSTS = " If every rank was there, look at the connection between the hosts."
 _NAMED = 2
-"""Most ranks that a verdict names."""
+"""Maximum number of ranks that a verdict names."""
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,16 @@ from ddpobs_server.analysis.steps.shared_time import shared_ns, shared_phases_ns
 
 CODES = ("growing-steps",)
 GROWTH = 0.2
-"""Largest growth of the step time, as a share of the first eighth's, that is no finding."""
+"""Maximum growth of the step time, as a share of the first eighth's, that is no finding."""
 MIN_STEPS = 64
 _PARTS = 8
 _MIN_RISE, _MAX_RISE = 0.04, 0.5
 """Minimum and maximum part of the growth from one eighth to the next. A single jump is a change, and no growth."""
 _RISES = 5
-"""Least number of such rises, of seven; the others may be smaller."""
+"""Minimum number of such rises, of seven; the others may be smaller."""
 _LARGEST_FALL = 0.1
 _AS_BATCHES = 0.5
-"""Least growth of the batches, as a part of the steps' growth, that explains it."""
+"""Minimum growth of the batches, as a part of the steps' growth, that explains it."""
 _IN_CODE = ("data", "other")
 
 

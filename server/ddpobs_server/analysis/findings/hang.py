@@ -19,7 +19,7 @@ CODES = ("hang",)
 _WAITS = {"bucket", "collective"}
 _Stuck = list[tuple[int, wire.Event]]
 _STACKS = 8
-"""Most ranks whose stacks the evidence lists."""
+"""Maximum number of ranks whose stacks the evidence lists."""
 
 
 @dataclass(frozen=True)

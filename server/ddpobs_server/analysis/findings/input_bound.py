@@ -18,9 +18,9 @@ from ddpobs_server.analysis.steps.phase_shares import mean_step_ns, phase_shares
 
 CODES = ("input-bound",)
 DATA_SHARE = 0.3
-"""Largest share of the data phase that is no finding."""
+"""Maximum share of the data phase that is no finding."""
 COPY_SHARE = 0.2
-"""Largest share of copies in the phase `other` that is no finding."""
+"""Maximum share of copies in the phase `other` that is no finding."""
 _DATA, _EXPOSED, _OTHER = map(wire.PHASES.index, ("data", "exposed_comm", "other"))
 _PIN = "Set pin_memory=True on the loader and copy with non_blocking=True; convert types after the copy, on the device."
 

@@ -21,7 +21,7 @@ from ddpobs_server.analysis.steps.joined_steps import Floats
 
 CODES = ("network-slow",)
 SLOWER = 1.3
-"""Least ratio of the transfers' time to that of the run's own link before."""
+"""Minimum ratio of the transfers' time to that of the run's own link before."""
 _COMPUTES_SLOWER = 1.15
 """Ratio of a rank's own time to its earlier one above which the link is not blamed."""
 _PART_OF_SLOWDOWN = 0.05

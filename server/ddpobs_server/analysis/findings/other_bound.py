@@ -17,7 +17,7 @@ from ddpobs_server.analysis.steps.phase_shares import mean_step_ns, phase_shares
 
 CODES = ("other-bound",)
 OTHER_SHARE = 0.2
-"""Largest share of the phase `other`, without copies, that is no finding."""
+"""Maximum share of the phase `other`, without copies, that is no finding."""
 _OTHER = wire.PHASES.index("other")
 
 

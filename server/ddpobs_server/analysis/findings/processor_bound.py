@@ -17,12 +17,12 @@ from ddpobs_server.analysis.statistics.change_points import segments
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
 CODES = ("processor-bound",)
-DELAY_SHARE = 0.2
-"""Largest share of the steps' time without a processor, as the mean of the ranks, that is no finding."""
-_EACH = 0.5
-"""Least share of each rank, as a part of the mean: a rank that waits by itself is a straggler."""
-_ALIKE = 0.5
-"""Least level of earlier steps, as a part of the later steps' level, to count as the beginning of the same waits."""
+MAX_DELAY_SHARE = 0.2
+"""Maximum share of the steps' time without a processor, as the mean of the ranks, that is no finding."""
+_MIN_EACH = 0.5
+"""Minimum share of each rank, as a part of the mean: a rank that waits by itself is a straggler."""
+_MIN_ALIKE = 0.5
+"""Minimum level of earlier steps, as a part of the later steps' level, to count as the beginning of the same waits."""
 _BIN_STEPS, _MAX_BINS = 4, 256
 _MIN_BOUND_STEPS = 20
 
@@ -101,9 +101,9 @@ def _latest_bound(joined: JoinedSteps, delay_ns: Floats) -> tuple[int, int] | No
     bound, level = (0, 0), 0.0
     for begin, end in segments(waits.mean(axis=1) / np.maximum(1.0, times)):
         shares = waits[begin:end].sum(axis=0) / max(1.0, float(times[begin:end].sum()))
-        if shares.mean() > DELAY_SHARE and shares.min() >= _EACH * shares.mean():
+        if shares.mean() > MAX_DELAY_SHARE and shares.min() >= _MIN_EACH * shares.mean():
             first, last = int(begins[begin]), min(len(joined), end * width)
-            goes_on = bound[1] == first and level >= _ALIKE * shares.mean()
+            goes_on = bound[1] == first and level >= _MIN_ALIKE * shares.mean()
             bound, level = (bound[0] if goes_on else first, last), float(shares.mean())
     return bound if bound[1] - bound[0] >= _MIN_BOUND_STEPS else None
 

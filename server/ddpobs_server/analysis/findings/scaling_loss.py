@@ -18,7 +18,7 @@ from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
 CODES = ("scaling-loss",)
 EFFICIENCY = 0.8
-"""Least efficiency that is no finding."""
+"""Minimum efficiency that is no finding."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ MIN_COMPARED_STEPS = 32
 RECENT_STEPS = 1024
 """Latest steps that are judged as one. Stretches of the whole run are judged by themselves."""
 UNEVEN = 0.1
-"""Least difference of the ranks' constant work, as a share of it, that counts."""
+"""Minimum difference of the ranks' constant work, as a share of it, that counts."""
 _MAX_OF_RATIO = 1.25
 """Maximum delay that more work explains, as a multiple of the time that is in proportion to it."""
 

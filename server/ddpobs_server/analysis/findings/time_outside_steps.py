@@ -15,7 +15,7 @@ from ddpobs_server.analysis.finding import Facts, Finding, Gain, Interval, NotJu
 
 CODES = ("time-outside-steps",)
 OUTSIDE_SHARE = 0.1
-"""Largest share of the run's wall time outside of steps that is no finding."""
+"""Maximum share of the run's wall time outside of steps that is no finding."""
 _ORDINARY_NS = 60 * 10**9
 """Start-up, and time after the last step, that does not count: the shorter the run, the larger its share."""
 _MIN_NS = 10**9

@@ -16,14 +16,14 @@ from ddpobs_server.analysis.steps.shared_time import shared_ns
 
 CODES = ("utilisation-swings",)
 SWING = 0.2
-"""Largest swing of the step time, from its fast tenth to its slow tenth, that is no finding."""
+"""Maximum swing of the step time, from its fast tenth to its slow tenth, that is no finding."""
 MIN_STEPS = 60
 _PERIODS = 3
-"""Least number of periods among the examined steps."""
+"""Minimum number of periods among the examined steps."""
 _CORRELATION, _CONTRAST = 0.35, 0.3
-"""Least autocorrelation at the period, and by how much it exceeds the lowest at shorter lags."""
+"""Minimum autocorrelation at the period, and by how much it exceeds the lowest at shorter lags."""
 _SHIFTS = 4
-"""Least number of level shifts that make swings without a period."""
+"""Minimum number of level shifts that make swings without a period."""
 _REMEDIES = {
     "data": "Check the input: shards that differ, a cache that empties, workers that deliver in bursts.",
     "exposed_comm": "Check other traffic on the link, and other programs on the hosts.",

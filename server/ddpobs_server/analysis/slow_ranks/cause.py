@@ -28,7 +28,7 @@ _FAULT_RUN_NS = 25_000
 _TIMES = ("running_ns", "run_delay_ns", "throttled_ns", "collecting_ns")
 _COUNTERS = (*_TIMES, "major_faults", "preemptions", "collections")
 _MIN_RUNNING = 0.5
-"""Least time of a thread on a processor, as a part of the time that the rank loses, that explains the loss."""
+"""Minimum time of a thread on a processor, as a part of the time that the rank loses, that explains the loss."""
 _SLOW_CLOCK = 0.9
 """Share of the other devices' median clock below which a device's clock is low."""
 

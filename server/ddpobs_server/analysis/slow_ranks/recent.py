@@ -29,7 +29,7 @@ A rank that has just become slow is not slow in all quarters of the judged steps
 steps, so the rank must also be late in `_SUDDEN_LATE_SHARE` of each quarter."""
 _SUDDEN_LATE_SHARE = 0.8
 _OWN_LEVEL_SHARE = 0.9
-"""Least share of a rank's usual excess that is left without its time in the run queue, for that time to be left out."""
+"""Minimum share of a rank's usual excess that remains without its time in the run queue, to leave that time out."""
 
 
 def recently_slow(joined: JoinedSteps, undisturbed: JoinedSteps | None) -> list[SlowRank]:

@@ -34,7 +34,7 @@ _ERROR_SHARE = 0.25
 
 In three trainings on a quiet machine, with 1.97 times the elements on one rank, it was 10, 16 and 24 %."""
 _CONSTANT_SHARE = 0.9
-"""Least share of the steps with a rank's usual work, from which on its work is constant."""
+"""Minimum share of the steps with a rank's usual work, from which on its work is constant."""
 _FITTED_RANKS, _FITTED_STEPS = 16, 1024
 """Ranks, spread over the world, and latest steps from which the slope is taken."""
 

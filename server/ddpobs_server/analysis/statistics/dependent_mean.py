@@ -26,7 +26,7 @@ MIN_VALUES, MIN_BLOCKS = 40, 20
 _BATCHES = 8
 """Parts of the series whose means are compared as well: a drift is longer than any block that the rule selects."""
 _CLOSEST = 0.99
-"""Largest correlation of neighbours that is distinguished from a drift."""
+"""Maximum correlation of neighbours that is distinguished from a drift."""
 
 
 @dataclass(frozen=True)

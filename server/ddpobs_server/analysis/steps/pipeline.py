@@ -22,7 +22,7 @@ EVENT = "pipeline"
 _EQUAL_STAGES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B")
 """Schedules whose bubble follows the formula of `expected_bubble`."""
 _HIDDEN_NS = 200_000
-"""Least wait for the next step's first receive that shows that the earlier stages were still at work."""
+"""Minimum wait for the next step's first receive that shows that the earlier stages were still at work."""
 
 
 @dataclass(frozen=True)

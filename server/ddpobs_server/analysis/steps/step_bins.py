@@ -18,9 +18,9 @@ from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins, bins_f
 from ddpobs_server.analysis.steps.joined_steps import Floats, index_ranks, join
 
 TIMES = ("wall", *wire.PHASES)
-_LEAST, _MEDIAN, _MOST = (tuple(f"{name}_{kind}_ns" for name in TIMES) for kind in ("min", "median", "max"))
+_MIN, _MEDIAN, _MAX = (tuple(f"{name}_{kind}_ns" for name in TIMES) for kind in ("min", "median", "max"))
 _LATENESS = ("compared", "time_ns", "late", "cost_ns", "lost_ns", *(f"late_{phase}_ns" for phase in wire.OWN_PHASES))
-NAMES = ("rank", "first", "last", "steps", "began_ns", "ended_ns", *_LEAST, *_MEDIAN, *_MOST, *_LATENESS, "excess_ns")
+NAMES = ("rank", "first", "last", "steps", "began_ns", "ended_ns", *_MIN, *_MEDIAN, *_MAX, *_LATENESS, "excess_ns")
 """Columns of a bin: `first`, `last`, `steps`, `began_ns` and `ended_ns` of the rank's own steps, on its own clock.
 
 `compared` and after it are about the steps in which all ranks were compared, as in `LatenessBins`."""
@@ -30,7 +30,7 @@ COMPARED = ("rank", "first", "last", *_LATENESS, "excess_ns")
 ALL_RANKS = -1
 """The rank of a row over all ranks: the least, the median of medians, and the most of any rank."""
 _INDEX = {name: row for row, name in enumerate(NAMES)}
-_EARLIEST, _LATEST = [_INDEX["first"], *(_INDEX[n] for n in _LEAST)], [_INDEX["last"], *(_INDEX[n] for n in _MOST)]
+_EARLIEST, _LATEST = [_INDEX["first"], *(_INDEX[n] for n in _MIN)], [_INDEX["last"], *(_INDEX[n] for n in _MAX)]
 _TYPICAL = [*(_INDEX[name] for name in _MEDIAN), _INDEX["excess_ns"]]
 _SUMMED = [_INDEX["steps"], *(_INDEX[name] for name in _LATENESS)]
 
@@ -90,7 +90,7 @@ def bins_of_steps(rank: wire.Ints, steps: wire.Steps, width: int, *, compared: b
     table = np.zeros((len(NAMES), len(begins)), np.int64)
     times = [steps.end_ns - steps.start_ns, *(getattr(steps, f"{phase}_ns") for phase in wire.PHASES)]
     for row, values in enumerate(times):
-        kinds = (_LEAST, _MEDIAN, _MOST)
+        kinds = (_MIN, _MEDIAN, _MAX)
         for kind, column in zip(kinds, _order_statistics(values[order], begins, counts), strict=True):
             table[_INDEX[kind[row]]] = column
     firsts, lasts = order[begins], order[begins + counts - 1]

@@ -24,7 +24,10 @@ from ddpobs_server.analysis.trace.events import (
 from ddpobs_server.analysis.trace.waits import Waits, changes
 
 EVENTS = {"steps": 1 + len(wire.PHASES) + 2, "spans": 4}
-"""Most events that a row of each kind makes, without counters: a step has an arrow, a span two parts and gradients."""
+"""Maximum number of events of a row of each kind, without counters.
+
+A step has an arrow, a span two parts and gradients.
+"""
 
 
 def chrome_trace(

@@ -17,9 +17,9 @@ from ddpobs_server.store.rows import PeerTotal, Rollup
 _r, _s = schema.runs.c, schema.sources.c
 _SOURCE = (_s.run_id, _s.source, _s.rank)
 _EVENTS = 10_000
-"""Most events in a diagnosis. A limit is needed because clients choose the kinds."""
+"""Maximum number of events in a diagnosis. A limit is needed because clients choose the kinds."""
 _EVENT_BYTES = 8_000_000
-"""Most bytes of events in a diagnosis: each may have 16,384 characters."""
+"""Maximum bytes of events in a diagnosis: each may have 16,384 characters."""
 ENDS = ("failed", "died", "terminated", "interrupted")
 """Kinds of events that are read first if there are too many."""
 _REPEATED, _REPEATS = ("stuck", "not_reduced", "exchanged"), 64

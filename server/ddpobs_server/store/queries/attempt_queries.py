@@ -17,7 +17,7 @@ from ddpobs_server.store.rows import Attempt, AttemptSummary, BucketRollup, Roll
 from ddpobs_server.store.sums import bucket_sums
 
 _END_EVENTS, _END_EVENT_BYTES = 10_000, 8_000_000
-"""Most events that `end_events` returns, and their most bytes: a traceback may have 16,384 characters."""
+"""Maximum number of events that `end_events` returns, and their most bytes: a traceback may have 16,384 characters."""
 _PULSE_BYTES, _SHORT_PULSE = 16_000_000, 512
 """Bytes of an attempt's pulses after which a long pulse loses its stack and places."""
 

@@ -21,7 +21,7 @@ from ddpobs_server.store import chunks, schema
 from ddpobs_server.store.schema import ROLLUP_STEPS
 
 _PAGE_CHUNKS = 20_000
-"""Most chunks in a page."""
+"""Maximum number of chunks in a page."""
 _MAX_BYTES = 200_000_000
 """Maximum memory for the columns of a read, before they are sorted."""
 _BLOCK_BYTES = 8_000_000

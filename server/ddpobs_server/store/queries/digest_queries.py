@@ -14,7 +14,7 @@ from ddpobs_server.store.database.sql import float_sum
 from ddpobs_server.store.schema import ROLLUP_STEPS
 
 PARTS = 32
-"""Most parts into which a run's steps are divided."""
+"""Maximum number of parts into which a run's steps are divided."""
 _r, _s, _t = schema.runs.c, schema.sources.c, schema.rollups.c
 
 

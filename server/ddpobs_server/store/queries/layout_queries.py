@@ -20,7 +20,7 @@ RESPONSE_BYTES = 16_000_000
 _GROUP, _BUFFERED = 64, 4
 """Layouts that a statement looks up, and that the driver buffers: each may have 16 MB."""
 _CACHED_BUCKETS = 1_000_000
-"""Most buckets in the cached outlines of all runs."""
+"""Maximum number of buckets in the cached outlines of all runs."""
 
 
 class LayoutKey(NamedTuple):

@@ -15,7 +15,7 @@ UNUSED_JUDGED = 8
 """Latest unused sets with names, and latest empty sets, that a diagnosis reads of each source and module. A module's
 latest sets come first."""
 NAMES_BYTES = 8_000_000
-"""Most bytes of different lists of names that a read keeps. Most ranks send the same lists, which are kept once."""
+"""Maximum bytes of different lists of names that a read keeps. Most ranks send the same lists, kept once."""
 _MAX_SETS = 200_000
 """Maximum number of unused sets that a read keeps."""
 _GROUP = 16

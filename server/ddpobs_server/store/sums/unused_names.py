@@ -25,7 +25,7 @@ _RUN_BYTES, _READ_BYTES = 32_000_000, 64_000_000
 _MAX_NAMES = 200_000
 """Sets with more names are not read: their number is all that counts."""
 _CACHED_HASHES, _CACHED_SETS = 2_000_000, 100_000
-"""Most hashes and sets in the cache."""
+"""Maximum number of hashes and sets in the cache."""
 _Hashes = npt.NDArray[np.int64]
 
 

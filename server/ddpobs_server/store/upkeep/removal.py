@@ -17,9 +17,9 @@ from ddpobs_server.store.upkeep import turns
 from ddpobs_server.store.writing import deleted_attempts, fingerprints
 
 _CHUNKS, _PAGES = 5000, 8192
-"""Most chunks removed and pages returned at once: ingest gets its turns, and SQLite's log stays small."""
+"""Maximum number of chunks removed and pages returned at once: ingest gets its turns, and SQLite's log stays small."""
 _CHUNKS_FOR_ROOM = 500
-"""Most chunks removed at once to make room, so that little more than necessary is removed."""
+"""Maximum number of chunks removed at once to make room, so that little more than necessary is removed."""
 _PAUSE_S = 0.1
 """The time for which SQLite lets a writer sleep before it tries again."""
 _DAY_NS = 86_400 * 10**9

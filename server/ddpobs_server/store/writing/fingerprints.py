@@ -21,7 +21,7 @@ from ddpobs_server.store.queries.aggregate_queries import sources_of_attempt
 KEPT = 64
 """Latest samples of each source and module that stay, besides the first."""
 _MAX_BODY = 2**24
-"""Maximum number of bytes of a body; `wire.checks` allows less."""
+"""Maximum bytes of a body; `wire.checks` allows less."""
 _MAX_BODIES = 64
 """Maximum number of different bodies of a sample that are read, the most frequent first."""
 _READ_BYTES, _GROUP = 32_000_000, 2
