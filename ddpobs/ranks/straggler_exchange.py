@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpobs import wire
-from ddpobs.shared.delay import delays, excesses, is_late
+from ddpobs.shared.delay import delays, excesses, is_late, moving
 
 _ROWS, _MIN_ROWS = 8192, 32
 """Maximum number of rows of all ranks' tables together, and minimum number of rows of a rank's table."""
@@ -26,8 +26,10 @@ _BATCHES = 2
 
 Ranks cut their batches at different times. With two batches each, they share the steps of at least one.
 """
-COLUMNS = 2 + len(wire.OWN_PHASES)
-"""Columns of a published row: collective, wall time of the step, own time by phase; times in ns."""
+_FACTS = 3
+COLUMNS = _FACTS + len(wire.OWN_PHASES)
+"""Columns of a published row: collective, wall time of the step, exposed communication, own time by phase; times in
+ns."""
 _READ_TIMEOUT = timedelta(seconds=1)
 _GOLDEN = 2_654_435_761
 """2^32 over the golden ratio (Knuth, The Art of Computer Programming 3, section 6.4)."""
@@ -61,7 +63,8 @@ class Exchange:
         ranks.
         """
         own = [getattr(steps, f"own_{name}_ns") for name in wire.OWN_PHASES]
-        rows = np.stack([steps.collective, steps.end_ns - steps.start_ns, *own], axis=1)[steps.own_ns != wire.UNKNOWN]
+        facts = (steps.collective, steps.end_ns - steps.start_ns, steps.exposed_comm_ns)
+        rows = np.stack([*facts, *own], axis=1)[steps.own_ns != wire.UNKNOWN]
         self._added.append(len(rows))
         self._inverse_share = 1 << max(0, math.ceil(math.log2(max(1, sum(self._added)) / self._most)))
         rows, older = self._sample(rows), self._sample(self._rows)
@@ -128,7 +131,7 @@ def statistics(joined: npt.NDArray[np.int64], compared: Sequence[int] | None = N
         compared: The ranks; None if they count from 0.
     """
     steps, ranks, _ = joined.shape
-    phases = joined[:, :, 2:].astype(np.float64)
+    phases = joined[:, :, _FACTS:].astype(np.float64)
     own = phases.sum(axis=2)
     last, delay = delays(own, excesses(own))
     straggles = is_late(delay, np.median(joined[:, :, 1], axis=1))
@@ -143,10 +146,11 @@ def statistics(joined: npt.NDArray[np.int64], compared: Sequence[int] | None = N
         last_collective=int(joined[-1, 0, 0]),
         steps=steps,
         rank=np.arange(ranks) if compared is None else np.array(compared),
-        own_ns=sums[:, 2:].sum(axis=1),
-        **{f"own_{name}_ns": sums[:, 2 + index] for index, name in enumerate(wire.OWN_PHASES)},
+        own_ns=sums[:, _FACTS:].sum(axis=1),
+        **{f"own_{name}_ns": sums[:, _FACTS + index] for index, name in enumerate(wire.OWN_PHASES)},
         delay_ns=per_rank(delay),
         wait_ns=(own.max(axis=1, keepdims=True) - own).sum(axis=0).astype(np.int64),
+        moving_ns=np.full(ranks, moving(joined[:, :, 2]).sum()),
         **{
             f"straggler_{name}": per_rank((straggles & (phase == index)).astype(np.float64))
             for index, name in enumerate(wire.OWN_PHASES)

@@ -1,4 +1,4 @@
-"""The delay of a rank: how much longer its own time is than the other ranks'. Ranks and collector compute it alike."""
+"""The delay of a rank over the other ranks, and waiting against moving. Ranks and collector compute them alike."""
 
 from __future__ import annotations
 
@@ -52,6 +52,22 @@ def delays(own_ns: npt.NDArray[Any], excess_ns: Floats) -> tuple[wire.Ints, Floa
     """
     last = own_ns.argmax(axis=1)
     return last, excess_ns[np.arange(len(own_ns)), last]
+
+
+def moving(exposed_ns: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return the part of each step's exposed communication in which data moves; a rank waits in the rest of its own.
+
+    The last rank to arrive waits for none, so the least exposed time of a step holds no waiting.
+
+    Source: the split of a collective's time by TraceLens (https://github.com/AMD-AGI/TraceLens), per step.
+
+    Args:
+        exposed_ns: Exposed communication, shape [steps, ranks].
+
+    Returns:
+        Shape [steps].
+    """
+    return np.asarray(exposed_ns.min(axis=1))
 
 
 def is_late(excess_ns: Floats, step_ns: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
 from ddpobs.wire.account import Account
 from ddpobs.wire.fields import (
     Count,
     Counts,
+    Durations,
     Indexes,
     Ints,
     Name,
@@ -162,6 +164,7 @@ class Peers(Record, frozen=True, kw_only=True):
         own_other_ns: Own time in no other phase.
         delay_ns: Delay that the rank caused while it was last.
         wait_ns: Time in which the rank waited for the last rank.
+        moving_ns: Exposed communication in which the rank waited for none; empty from older clients.
         straggler_data: Number of steps in which the rank straggled, and data explained most of the delay.
         straggler_forward: Number of steps in which the rank straggled, and forward explained most of the delay.
         straggler_backward: Number of steps in which the rank straggled, and backward explained most of the delay.
@@ -186,6 +189,7 @@ class Peers(Record, frozen=True, kw_only=True):
     straggler_backward: Counts
     straggler_optimizer: Counts
     straggler_other: Counts
+    moving_ns: Durations = msgspec.field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 class Fingerprint(Record, frozen=True, kw_only=True):

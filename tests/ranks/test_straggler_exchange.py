@@ -13,8 +13,8 @@ from tests.support.columns import make_steps
 QUIET = {"data": 10, "forward": 20, "backward": 40, "optimizer": 5, "other": 1}
 
 
-def row(collective: int, wall: int = 100, **slow: int) -> list[int]:
-    return [collective, wall, *[(QUIET | slow)[name] for name in wire.OWN_PHASES]]
+def row(collective: int, wall: int = 100, exposed: int = 30, **slow: int) -> list[int]:
+    return [collective, wall, exposed, *[(QUIET | slow)[name] for name in wire.OWN_PHASES]]
 
 
 def steps(collectives: int, backward: int = 40, backwards: int = 1) -> wire.Steps:
@@ -32,6 +32,11 @@ def test_the_last_rank_has_the_delay_and_the_others_wait() -> None:
     assert peers.straggler_backward.tolist() == [0, 2, 0]
     assert peers.straggler_data.tolist() == [0, 0, 0]
     assert peers.own_backward_ns.tolist() == [80, 140, 80]
+
+
+def test_data_moves_for_as_long_as_communication_is_exposed_on_the_last_rank() -> None:
+    first, second = [row(7, exposed=70), row(7, exposed=10, backward=100)], [row(8, exposed=5), row(8, exposed=6)]
+    assert statistics(np.array([first, second])).moving_ns.tolist() == [15, 15]
 
 
 def test_of_two_ranks_the_whole_delay_is_reported_and_not_half_of_it() -> None:

@@ -122,7 +122,7 @@ def _place(hang: Any) -> str:
     return str(location or hang["phase"] or hang["evidence"]["kind"])
 
 
-_COMPARED = "Steps in which the ranks were compared; delay, waiting and lateness are counted over these."
+_COMPARED = "Steps in which the ranks were compared; delay, waiting, moving and lateness are counted over these."
 _FINDING = ("code", "phase", "ranks", "severity")
 _RANK, _BUCKET = ("rank",), ("bucket",)
 STORED: tuple[Metric[RunTotals], ...] = (
@@ -136,6 +136,12 @@ STORED: tuple[Metric[RunTotals], ...] = (
     Metric("comm_seconds", "Time with communication in progress.", _RANK, _seconds(1)),
     Metric("comm_exposed_seconds", "Communication that backward did not hide.", _RANK, _seconds(_EXPOSED)),
     Metric("comm_wait_seconds", "Time spent waiting for the last rank.", _RANK, _peer_seconds("wait_ns")),
+    Metric(
+        "comm_moving_seconds",
+        "Exposed communication in which data moved: without waiting for the last rank.",
+        _RANK,
+        _peer_seconds("moving_ns"),
+    ),
     Metric("allreduce_bytes", "Bytes of gradient buckets reduced.", _RANK, lambda run: run.reduced_bytes),
     Metric(
         "bucket_ready_seconds",

@@ -217,6 +217,7 @@ class PeerTotal:
     steps: int
     delay_ns: int
     wait_ns: int
+    moving_ns: int
     straggler_steps: dict[str, int]
 
 

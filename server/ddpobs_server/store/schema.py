@@ -176,6 +176,6 @@ bucket_sums = _layout_table("bucket_sums", Column("sums", LargeBinary, nullable=
 peer_totals = _source_table(
     "peer_totals",
     _key("rank", Integer),
-    *_sums("steps", "delay_ns", "wait_ns", *(f"straggler_{phase}" for phase in wire.OWN_PHASES)),
+    *_sums("steps", "delay_ns", "wait_ns", "moving_ns", *(f"straggler_{phase}" for phase in wire.OWN_PHASES)),
     **_NARROW,
 )

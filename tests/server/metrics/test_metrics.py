@@ -25,6 +25,8 @@ def test_delay_and_waiting_have_the_number_of_steps_they_cover(shared: Collector
     assert 'ddpobs_steps_total{rank="0",run="fast"} 80\n' in text
     assert 'ddpobs_rank_delay_seconds_total{rank="1",run="fast"} 9e-08\n' in text
     assert 'ddpobs_comm_wait_seconds_total{rank="0",run="fast"} 9e-08\n' in text
+    for rank in (0, 1):
+        assert f'ddpobs_comm_moving_seconds_total{{rank="{rank}",run="fast"}} 3e-08\n' in text
 
 
 def test_a_hang_has_the_ranks_and_their_place_as_labels_until_it_ends(shared: Collector, run: str) -> None:

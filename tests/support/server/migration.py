@@ -42,6 +42,8 @@ def _fill(connection: Connection, revision: str) -> None:
         source: dict[str, object] = {**zeros, "monotonic_ns": 0, "last_step": 9, "goodbye": True}
         if revision >= "0006":
             source |= {"ended": "finished", "stuck_ns": 0}
+        if revision >= "0012":
+            source |= {"ended_ns": 0}
         insert(connection, "sources", **key, attempt=ATTEMPT, rank=rank, world_size=2, **source)
         insert(connection, "batches", **key, seq=0, digest=bytes(32), received_ns=1, size_bytes=1)
         insert(connection, "step_histogram", **key, bound=3, steps=10)

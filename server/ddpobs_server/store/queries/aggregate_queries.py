@@ -58,7 +58,7 @@ def rollups(connection: Connection, sources: CTE) -> list[tuple[str, Rollup]]:
 
 def peer_totals(connection: Connection, sources: CTE) -> list[tuple[str, PeerTotal]]:
     """(run, straggler statistics) by the rank that they describe."""
-    names = ("steps", "delay_ns", "wait_ns")
+    names = ("steps", "delay_ns", "wait_ns", "moving_ns")
     columns = (*names, *(f"straggler_{phase}" for phase in wire.OWN_PHASES))
     result = []
     for run, rank, *row in _sums(connection, schema.peer_totals, columns, sources, rank=False, key=("rank",)):

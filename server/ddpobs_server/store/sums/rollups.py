@@ -69,6 +69,9 @@ def peer_sums(peers: Sequence[Sequence[wire.Peers]]) -> Sums:
     names = ("delay_ns", "wait_ns", *(f"straggler_{phase}" for phase in wire.OWN_PHASES))
     records = [(batch, record) for batch, batch_records in enumerate(peers) for record in batch_records]
     sums: Sums = {name: [value for _, record in records for value in getattr(record, name).tolist()] for name in names}
+    # Older clients send no `moving_ns`.
+    moving_ns = [record.moving_ns if len(record.moving_ns) else 0 * record.rank for _, record in records]
+    sums["moving_ns"] = [ns for of_record in moving_ns for ns in of_record.tolist()]
     sums["rank"] = [rank for _, record in records for rank in record.rank.tolist()]
     sums["batch"] = [batch for batch, record in records for _ in record.rank]
     sums["steps"] = [record.steps for _, record in records for _ in record.rank]
