@@ -6,13 +6,27 @@ from typing import Annotated, Any
 
 import typer
 
-from ddpobs.cli.app import BAD_STATE, WRONG_USE, CollectorOption, ask, chosen_run, complete_run, fail, main, settings
+from ddpobs.cli.app import (
+    BAD_STATE,
+    WRONG_USE,
+    CollectorOption,
+    ask,
+    chosen_run,
+    coloured,
+    complete_run,
+    fail,
+    main,
+    settings,
+)
 from ddpobs.shared.words import finding_heading
 from ddpobs.wire import printable
 
 _UNDECIDED = 4
 """Exit code if a limit is neither kept nor exceeded with confidence."""
-_KINDS = {"compute": " (compute)", "comm": " (communication)"}
+_OF_BUCKET = ("compute", "comm")
+_MAX_TITLE = 40
+_SEVERITIES = {"slower": "critical", "faster": "finished", "too-few": "warning"}
+"""Verdict of the step, and the severity or state whose colour it has."""
 
 
 @main.command()
@@ -34,8 +48,7 @@ def compare(
     config, limit = settings(collector), _share("--fail-over", fail_over or "3%")
     first, second = chosen_run(config, run_a), chosen_run(config, run_b)
     response = ask(config, f"/runs/{first}/compare", {"with": second, "limit": str(limit)}).document
-    for line in _comparison_lines(response):
-        typer.echo(printable(line))
+    _print(response)
     if fail_over is None:
         return
     verdict, code = _limit_verdict(response)
@@ -55,44 +68,65 @@ def _share(option: str, text: str) -> float:
     return share
 
 
-def _comparison_lines(response: dict[str, Any]) -> list[str]:
+def _print(response: dict[str, Any]) -> None:
     a, b = response["a"], response["b"]
-    lines = [f"{a['run']} -> {b['run']}: {a['steps']} and {b['steps']} steps"]
-    if response["too_few"]:
-        lines.append(f"not judged: {response['too_few']}")
-    buckets = [change for change in response["changes"] if change["kind"] in _KINDS]
-    shown = [change for change in response["changes"] if change["kind"] not in _KINDS]
-    shown += [change for change in buckets if change["verdict"] in ("slower", "faster")]
-    names = [change["name"] + _KINDS.get(change["kind"], "") for change in shown]
-    width = max(map(len, names), default=0)
-    lines += [f"  {name:{width}}  {_change_text(change)}" for name, change in zip(names, shown, strict=True)]
-    if buckets:
-        lines.append(f"  {len(buckets) // 2} buckets compared; those that changed are listed")
+    verdict = response["changes"][0]["verdict"]
+    if response["not_the_same_job"]:
+        _echo(response["not_the_same_job"], "warning")
+    _echo(response["headline"], _SEVERITIES.get(verdict, ""))
     if response["disturbed"]:
         delays = " and ".join(f"{run['run_delay_ns'] / 1e6:.1f}" for run in (a, b))
-        lines.append(f"disturbed: ranks had no processor for {delays} ms of a step: other programs may be the cause")
-    lines += [f"differs: {row['name']}: {row['a']} -> {row['b']}" for row in response["differences"]]
-    for kind in ("came", "went"):
-        lines += [f"{kind}: {finding_heading(finding)}" for finding in response["findings"][kind]]
-    return lines
+        _echo(f"Other programs may be the cause: ranks had no processor for {delays} ms of a step", "warning")
+    _echo(f"{a['steps']} steps of {a['run']} and {b['steps']} of {b['run']}, without long ones")
+    for line in ["", *_table(response["changes"])]:
+        _echo(line)
+    sections = {
+        "differs": [f"{row['title']}: {row['a']} → {row['b']}" for row in response["differences"]],
+        f"only {b['run']}": [finding_heading(finding) for finding in response["findings"]["came"]],
+        f"only {a['run']}": [finding_heading(finding) for finding in response["findings"]["went"]],
+    }
+    for title, lines in sections.items():
+        for row, line in enumerate(lines):
+            if row == 0:
+                typer.echo()
+            _echo(f"{title}: {line}")
 
 
-def _change_text(change: dict[str, Any]) -> str:
-    times = f"{change['a_ns'] / 1e6:9.3f} -> {change['b_ns'] / 1e6:9.3f} ms"
-    if change["change_ratio"] is None:
-        return times
-    ratios = f"{change['change_ratio']:+7.1%} ({change['low_ratio']:+.1%} to {change['high_ratio']:+.1%})"
-    if change["verdict"] == "too-few":
-        return f"{times}  {change['change_ratio']:+7.1%} not judged"
-    seen = f", a change of {change['smallest_ratio']:.1%} would have been seen" if change["verdict"] == "same" else ""
-    return f"{times}  {ratios} {change['verdict']}{seen}"
+def _echo(line: str, word: str = "") -> None:
+    typer.echo(coloured(printable(line), word) if word else printable(line))
+
+
+def _table(changes: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each time that a run has; of buckets, those that changed."""
+    buckets = [change for change in changes if change["kind"] in _OF_BUCKET]
+    shown = [change for change in changes if change["kind"] not in _OF_BUCKET and (change["a_ns"] or change["b_ns"])]
+    shown += [change for change in buckets if change["verdict"] in ("slower", "faster")]
+    titles = [_short(change["title"]) for change in shown]
+    width = max(map(len, titles), default=0)
+    lines = [
+        f"  {title:{width}}  {change['a_ns'] / 1e6:9.3f} → {change['b_ns'] / 1e6:9.3f} ms  {change['words']}"
+        for title, change in zip(titles, shown, strict=True)
+    ]
+    return [line.rstrip() for line in lines] + (
+        [f"  {len(buckets) // 2} buckets compared; those that changed are listed"] if buckets else []
+    )
 
 
 def _limit_verdict(response: dict[str, Any]) -> tuple[str, int]:
     """Return a sentence on the limit, and the exit code."""
     limit, names = f"{100 * response['limit']['ratio']:.3g} %", response["limit"]["exceeded"]
     if not response["limit"]["decided"]:
-        return f"limit {limit}: not decided", _UNDECIDED
+        return f"limit {limit}: not decided{_why_undecided(response)}", _UNDECIDED
     if names:
         return f"limit {limit}: exceeded by {', '.join(names)}", BAD_STATE
     return f"limit {limit}: kept", 0
+
+
+def _short(title: str) -> str:
+    return title if len(title) <= _MAX_TITLE else f"{title[: _MAX_TITLE - 2]} …"
+
+
+def _why_undecided(response: dict[str, Any]) -> str:
+    if response["too_few"]:
+        return ", too few steps"
+    return ", other programs may be the cause" if response["disturbed"] else ", the interval of the step spans it"

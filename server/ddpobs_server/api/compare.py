@@ -39,8 +39,12 @@ class Change(TypedDict):
     """A change of one time from run a to run b, with its interval."""
 
     name: Annotated[str, doc("`step`, `long steps`, a phase, or a bucket with its first parameter.")]
+    title: Annotated[str, doc("The name for people: `exposed communication`, `computation of bucket 1: stem.weight`.")]
+    words: Annotated[str, doc("The change in words: `slower by 2.2× (1.9 to 2.5)`; empty if run a has no such time.")]
     kind: Annotated[Kind, doc("Kind of time; `compute` and `comm` are a bucket's computation and communication.")]
-    verdict: Annotated[Verdict, doc("`same` if no difference was seen; `too-few` if there are too few steps to judge.")]
+    verdict: Annotated[
+        Verdict, doc("`same` if no difference was seen; `too-few` if the steps are too few to decide it.")
+    ]
     a_ns: Annotated[int, doc("Mean time per step of run a, in nanoseconds.")]
     b_ns: Annotated[int, doc("Mean time per step of run b, in nanoseconds.")]
     change_ns: Annotated[int, doc("Difference b - a, in nanoseconds.")]
@@ -77,6 +81,7 @@ class Difference(TypedDict):
     """A setting, a version or a part of the layout that differs."""
 
     name: Annotated[str, doc("Name of the fact.")]
+    title: Annotated[str, doc("The name for people: `setting bucket_cap_mb`.")]
     a: Annotated[str | int | float | bool | None, doc("Value in run a; null if it has none.")]
     b: Annotated[str | int | float | bool | None, doc("Value in run b; null if it has none.")]
 
@@ -92,6 +97,8 @@ class ChangedFindings(TypedDict):
 class Comparison(AttemptResponse):
     """Run b against run a, the run in the address."""
 
+    headline: Annotated[str, doc("The comparison in one sentence.")]
+    not_the_same_job: Annotated[str, doc("A sentence if the number of ranks or the model differs; else empty.")]
     a: Annotated[ComparedRun, doc("The run in the address.")]
     b: Annotated[ComparedRun, doc("The run in `with`.")]
     confidence: Annotated[

@@ -47,7 +47,7 @@ def run_of(run: str, caller: Caller, store: Store) -> Run:
     """
     record = store.run(caller.key(run))
     if record is None:
-        raise Problem(404, "Unknown run", f"no run {run} has reported here; GET /api/v1/runs lists all runs")
+        raise Problem(404, "Unknown run", f"no run {run} has reported here")
     return record
 
 

@@ -13,6 +13,7 @@ from ddpobs import wire
 from ddpobs_server.analysis.comparison import compare
 from ddpobs_server.analysis.comparison import facts as compare_facts
 from ddpobs_server.analysis.comparison.compare import Change, RunTimes
+from ddpobs_server.analysis.comparison.words import change_title, change_words, fact_title, headline, not_the_same_job
 from ddpobs_server.analysis.steps.joined_steps import Floats, mean_over_ranks
 from ddpobs_server.store import Source, Store, TooManyRowsError
 
@@ -56,11 +57,14 @@ def compare_json(store: Store, a: Side, b: Side, limit: float) -> dict[str, Any]
         for side, read, names in zip((a, b), reads, (names_a, names_b), strict=True)
     ]
     result = compare.compare(*times)
-    facts = [_facts(read) for read in reads]
+    differences = compare_facts.differences(*(_facts(read) for read in reads))
+    name_a, name_b = (side.run.rpartition("/")[2] for side in (a, b))
     step_ns = result.changes[0].a_ns
     return {
-        "run": a.run.rpartition("/")[2],
+        "run": name_a,
         "attempt": a.attempt,
+        "headline": headline(name_b, result),
+        "not_the_same_job": not_the_same_job(name_a, name_b, differences),
         "a": _side_json(a, 0, result),
         "b": _side_json(b, 1, result),
         "confidence": compare.CONFIDENCE,
@@ -68,7 +72,7 @@ def compare_json(store: Store, a: Side, b: Side, limit: float) -> dict[str, Any]
         "too_few": result.too_few,
         "limit": {"ratio": limit, "exceeded": result.exceeded(limit), "decided": result.is_decided(limit)},
         "disturbed": result.is_disturbed,
-        "differences": [msgspec.structs.asdict(row) for row in compare_facts.differences(*facts)],
+        "differences": [msgspec.structs.asdict(row) | {"title": fact_title(row.name)} for row in differences],
         "findings": compare_facts.findings_that_changed(a.diagnosis["findings"], b.diagnosis["findings"]),
     }
 
@@ -102,6 +106,8 @@ def _change_json(change: Change, step_ns: float) -> dict[str, Any]:
     }
     return {
         "name": change.name,
+        "title": change_title(change),
+        "words": change_words(change),
         "kind": change.kind,
         "verdict": change.verdict,
         **{name: round(ns) for name, ns in times.items()},

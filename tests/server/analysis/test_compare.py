@@ -8,8 +8,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from ddpobs_server.analysis.comparison.compare import Change, Comparison, RunTimes, compare
+from ddpobs_server.analysis.comparison.compare import Change, Comparison, RunTimes, Verdict, compare
 from ddpobs_server.analysis.comparison.facts import differences, facts_of, findings_that_changed, same_buckets
+from ddpobs_server.analysis.comparison.words import change_words, headline, not_the_same_job
 from ddpobs_server.analysis.statistics.dependent_mean import dependent_mean
 
 from ddpobs import wire
@@ -62,8 +63,8 @@ def test_equal_runs_differ_in_nothing_and_the_smallest_visible_change_is_stated(
     assert result.exceeded(0.0) == []
     step = change(result, "step")
     assert 0 < step.smallest_ns < 0.03 * step.a_ns
-    shorter = change(compare(times(1, 400), times(2, 400)), "step")
-    assert 1.4 < shorter.smallest_ns / step.smallest_ns < 2.8  # The error falls with the root of the steps.
+    longer = change(compare(times(1, 6000), times(2, 6000)), "step")
+    assert 1.4 < step.smallest_ns / longer.smallest_ns < 2.8  # The error falls with the root of the steps.
 
 
 def test_a_phase_that_loses_what_another_gains_exceeds_no_limit() -> None:
@@ -72,12 +73,52 @@ def test_a_phase_that_loses_what_another_gains_exceeds_no_limit() -> None:
     assert result.exceeded(0.03) == []
 
 
-def test_few_steps_are_not_judged() -> None:
-    result = compare(times(1, 60), times(2, 60, slower={"backward": 2.0}))
+def test_few_steps_decide_a_large_change_alone() -> None:
+    result = compare(times(1, 60), times(2, 60, slower=dict.fromkeys(BASE_MS, 2.2)))
+    step = change(result, "step")
+    assert (step.verdict, result.too_few) == ("slower", "")
+    assert result.exceeded(0.03)[0] == "step"
+    assert result.is_decided(0.03)
+    assert headline("after", result).startswith("after is slower by 2.2× (1.")
+    assert step.high_ns - step.low_ns > 0.3 * step.b_ns  # Wider than that of many steps.
+    small = compare(times(1, 60), times(2, 60, slower=dict.fromkeys(BASE_MS, 1.1)))
+    assert (verdicts(small)["step"], small.exceeded(0.03), small.is_decided(0.03)) == ("too-few", [], False)
+    assert "are too few for this difference: about" in small.too_few
+
+
+def test_very_few_steps_are_not_judged() -> None:
+    result = compare(times(1, 25), times(2, 25, slower=dict.fromkeys(BASE_MS, 5.0)))
     assert verdicts(result)["step"] == "too-few"
-    assert "are too few: about" in result.too_few
     assert (result.exceeded(0.03), result.is_decided(0.03)) == ([], False)
+    assert headline("after", result).endswith("but 15 and 15 typical steps are too few: 20 of each run are needed")
     assert compare(times(1, 5), times(2)).changes[0].verdict == "too-few"
+
+
+@pytest.mark.parametrize("memory", [0.0, 0.8, 0.95])
+def test_equal_runs_of_few_dependent_steps_seldom_differ(memory: float) -> None:
+    def run(seed: int) -> RunTimes:
+        step_ns = 100 * MS * series(70, seed, memory) ** 3
+        return RunTimes(np.arange(70), step_ns, dict.fromkeys(BASE_MS, step_ns / 6), np.zeros(70))
+
+    wrong = sum(
+        compare(run(seed), run(seed + 1)).changes[0].verdict in ("slower", "faster") for seed in range(0, 80, 2)
+    )
+    assert wrong <= 2
+
+
+@pytest.mark.parametrize(
+    ("b_ms", "low_ms", "high_ms", "verdict", "words"),
+    [
+        (309, 264, 348, "slower", "slower by 2.2× (1.9 to 2.5)"),
+        (145, 144, 146, "slower", "slower by 4.3 % (3.6 to 5.0 %)"),
+        (70, 60, 80, "faster", "faster by 50 % (42 to 57 %)"),
+        (139, 138, 140, "same", "no difference seen, and one of 1.4 % would have been"),
+        (200, 100, 400, "too-few", "not decided: 1.4× (0.7 to 2.9)"),
+    ],
+)
+def test_a_change_in_words(b_ms: float, low_ms: float, high_ms: float, verdict: Verdict, words: str) -> None:
+    step = Change("step", "step", 139, b_ms, low_ms - 139, high_ms - 139, 2, verdict)
+    assert change_words(step) == words
 
 
 def test_long_steps_and_the_first_steps_are_compared_apart() -> None:
@@ -120,7 +161,9 @@ def layout(*buckets: list[str], revision: int = 0) -> wire.Layout:
         revision=revision,
         comm="all_reduce",
         buckets=[
-            wire.Bucket(size_bytes=4, dtype="float32", parameters=[wire.Parameter(name=n, size=1) for n in names])
+            wire.Bucket(
+                size_bytes=4 * len(names), dtype="float32", parameters=[wire.Parameter(name=n, size=1) for n in names]
+            )
             for names in buckets
         ],
     )
@@ -136,6 +179,19 @@ def test_settings_versions_and_the_latest_layout_that_differ_are_listed() -> Non
         ("layout.model.buckets", 1, 2),
     ]
     assert differences(a, a) == []
+
+
+def test_another_model_or_number_of_ranks_is_not_the_same_job() -> None:
+    world = {"world_size": 2, "settings.group_ranks": 2}
+    a, b = world | facts_of(None, [layout(["a"], ["b"])]), world | facts_of(None, [layout(["a", "b"])])
+    assert not_the_same_job("a", "b", differences(a, b)) == ""  # Other buckets of the same model.
+    other = facts_of(None, [layout(["a"], ["b"], ["c"])]) | {"world_size": 4, "settings.group_ranks": 4}
+    rows = differences(a, other)
+    assert "settings.group_ranks" not in [row.name for row in rows]
+    assert not_the_same_job("a", "b", rows) == (
+        "Not the same job: 2 ranks in a, 4 in b; model has 8 bytes of gradients in a, 12 in b; "
+        "model has 2 parameters with gradients in a, 3 in b"
+    )
 
 
 def test_buckets_are_the_same_by_their_parameters() -> None:

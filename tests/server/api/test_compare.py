@@ -54,14 +54,17 @@ def test_a_slower_run_is_compared_by_phase_bucket_and_setting(runs: str) -> None
     assert {kind for _, kind in changes} == {"step", "long", "phase", "compute", "comm"}
     assert changes["bucket 1: stem.weight", "comm"]["a_ns"] == 15 * MS
     assert answer["limit"] == {"ratio": 0.05, "exceeded": ["step", "backward"], "decided": True}
-    assert answer["differences"] == [{"name": "settings.bucket_cap_mb", "a": 25, "b": 1}]
+    title = "setting bucket_cap_mb"
+    assert answer["differences"] == [{"name": "settings.bucket_cap_mb", "title": title, "a": 25, "b": 1}]
+    assert answer["not_the_same_job"] == ""
     assert (answer["a"]["run"], answer["a"]["steps"], answer["b"]["run"]) == ("before", STEPS - 10, "after")
 
 
 def test_the_command_exits_with_the_verdict(runs: str) -> None:
     code, output = compared(runs, "before", "after", "--fail-over", "5%")
     assert (code, output.splitlines()[-1]) == (3, "limit 5 %: exceeded by step, backward")
-    assert "differs: settings.bucket_cap_mb: 25 -> 1" in output
+    assert "differs: setting bucket_cap_mb: 25 → 1" in output
+    assert output.startswith("after is slower by 8.")
     assert compared(runs, "after", "before", "--fail-over", "5%")[0] == 0
     assert compared(runs, "before", "after")[0] == 0
     assert compared(runs, "before", "after", "--fail-over", "much")[0] == 2
@@ -70,8 +73,16 @@ def test_the_command_exits_with_the_verdict(runs: str) -> None:
 def test_a_run_without_enough_steps_is_not_decided(runs: str, run: str) -> None:
     put(runs, batch(run, steps=steps(0, 20)))
     code, output = compared(runs, "before", run, "--fail-over", "5%")
-    assert (code, output.splitlines()[-1]) == (4, "limit 5 %: not decided")
-    assert "290 and 10 typical steps are too few" in output
+    assert (code, output.splitlines()[-1]) == (4, "limit 5 %: not decided, too few steps")
+    assert "290 and 10 typical steps are too few: 20 of each run are needed" in output
+
+
+def test_runs_of_other_numbers_of_ranks_are_not_the_same_job(runs: str, run: str) -> None:
+    for rank in range(3):
+        put(runs, batch(run, rank=rank, world_size=3, hello=hello(), layouts=[layout()], steps=steps(0, 60)))
+    code, output = compared(runs, "before", run)
+    assert (code, output.splitlines()[0]) == (0, f"Not the same job: 2 ranks in before, 3 in {run}")
+    assert "differs: ranks: 2 → 3" in output
 
 
 @pytest.mark.parametrize(

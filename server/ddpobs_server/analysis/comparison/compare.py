@@ -6,6 +6,9 @@ they got, and by other programs there. `docs/compare.md` has measurements.
 Long steps are compared apart: a checkpoint in one of a hundred steps would hide any change of the others. A step is
 long if it is above the third quartile by more than three times the interquartile range of its run (J. Tukey,
 "Exploratory Data Analysis", 1977: the outer fence).
+
+The error of a few dependent steps is underestimated. Where they are fewer than `dependent_mean` needs, the interval is
+up to twice as wide, and at least a part of `_WEAK_MARGIN`. It decides a change by a factor of two, and no small one.
 """
 
 from __future__ import annotations
@@ -30,6 +33,10 @@ CONFIDENCE = 0.95
 WARM_UP = 10
 """First steps of a run that are left out: they allocate, compile and load."""
 _FENCE = 3.0
+_MIN_STEPS = 20
+"""Minimum number of typical steps of a run by which it is judged."""
+_WEAK_MARGIN = 0.2
+"""Minimum half-width of the interval of one independent step: a logarithm of the ratio of both means."""
 _MIN_LONG = 10
 """Minimum number of long steps of a run by which their cost is judged."""
 _MIN_CHANGE = 0.002
@@ -170,10 +177,9 @@ def compare(a: RunTimes, b: RunTimes) -> Comparison:
         changes.append(_change(phase, "phase", _means(*series), confidence, least_ns))
     changes += _buckets(a, b, least_ns)
     long_steps = [int((run.long_ns() > 0).sum()) for run in (a, b)]
-    blocks = max(mean.block_length for mean in means)
     too_few = ""
     if step.verdict == "too-few":  # The phases' noise is part of the step's.
-        too_few = _too_few_sentence(counts, blocks)
+        too_few = _too_few_sentence(counts, max(mean.block_length for mean in means))
         changes = [replace(change, verdict="too-few") for change in changes]
     delays = [float(run.run_delay_ns[mask].mean()) for run, mask in zip((a, b), typical, strict=True)]
     return Comparison(changes, counts, (long_steps[0], long_steps[1]), too_few, (delays[0], delays[1]))
@@ -189,17 +195,21 @@ def _change(
     a, b = means
     weaker = min(means, key=lambda mean: mean.blocks)
     quantile = weaker.quantile(1 - (1 - confidence) / 2)
-    difference = b.mean - a.mean
+    difference, is_enough = b.mean - a.mean, a.is_enough and b.is_enough
+    weakness = max(0.0, *(1 - min(each.count / MIN_VALUES, each.blocks / MIN_BLOCKS) for each in means))
+    factor, margin = 1 + weakness, _WEAK_MARGIN * weakness
     if a.mean > 0 and b.mean > 0:  # The ratio's logarithm is closer to a normal distribution.
-        error, center = hypot(a.error / a.mean, b.error / b.mean), log(b.mean / a.mean)
-        low, high = (a.mean * (exp(center + side * quantile * error) - 1) for side in (-1, 1))
-        smallest = a.mean * (exp((quantile + weaker.quantile(CONFIDENCE)) * error) - 1)
+        error, center = factor * hypot(a.error / a.mean, b.error / b.mean), log(b.mean / a.mean)
+        half = max(quantile * error, margin)
+        low, high = (a.mean * (exp(center + side * half) - 1) for side in (-1, 1))
+        smallest = a.mean * (exp(half + weaker.quantile(CONFIDENCE) * error) - 1)
     else:
-        error = hypot(a.error, b.error)
-        low, high = difference - quantile * error, difference + quantile * error
-        smallest = (quantile + weaker.quantile(CONFIDENCE)) * error
-    verdict: Verdict = "same"
-    if not (a.is_enough and b.is_enough):
+        error = factor * hypot(a.error, b.error)
+        half = max(quantile * error, margin * max(a.mean, b.mean))
+        low, high = difference - half, difference + half
+        smallest = half + weaker.quantile(CONFIDENCE) * error
+    verdict: Verdict = "same" if is_enough else "too-few"
+    if min(a.count, b.count) < _MIN_STEPS:
         verdict = "too-few"
     elif low > 0 and difference >= least_ns:
         verdict = "slower"
@@ -235,5 +245,7 @@ def _buckets(a: RunTimes, b: RunTimes, least_ns: float) -> list[Change]:
 
 
 def _too_few_sentence(counts: tuple[int, int], block_length: float) -> str:
-    needed = max(MIN_VALUES, ceil(MIN_BLOCKS * block_length))
-    return f"{counts[0]} and {counts[1]} typical steps are too few: about {needed} of each run are needed"
+    steps = f"{counts[0]} and {counts[1]} typical steps are too few"
+    if min(counts) < _MIN_STEPS:
+        return f"{steps}: {_MIN_STEPS} of each run are needed"
+    return f"{steps} for this difference: about {max(MIN_VALUES, ceil(MIN_BLOCKS * block_length))} are needed"

@@ -11,6 +11,7 @@ from ddpobs import wire
 
 _ABOUT = ("tags", "note")
 """Settings that describe a run and change nothing in it."""
+_GROUP_RANKS = "settings.group_ranks"
 _SHOWN_SIZES = 8
 
 
@@ -52,8 +53,12 @@ def latest(layouts: Sequence[wire.Layout]) -> dict[int, wire.Layout]:
 
 
 def differences(a: Mapping[str, wire.Scalar], b: Mapping[str, wire.Scalar]) -> list[Difference]:
-    """Return the facts that differ, those of the first run first."""
-    names = [*a, *(name for name in b if name not in a)]
+    """Return the facts that differ, those of the first run first.
+
+    The number of ranks of a process group that holds all ranks is left out: it is the world size.
+    """
+    of_world = [facts.get(_GROUP_RANKS) == facts.get("world_size") for facts in (a, b)]
+    names = [name for name in [*a, *(name for name in b if name not in a)] if name != _GROUP_RANKS or not all(of_world)]
     return [Difference(name, a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)]
 
 

@@ -8,24 +8,23 @@ const HEIGHT = 22;
 const DOT = 3.5;
 const MIN_AXIS = 0.02;
 const MAX_AXIS = 2;
-const KINDS = { compute: "computation", comm: "communication" };
-const WORDS = { slower: "slower", faster: "faster", same: "no difference seen", "too-few": "not judged" };
+const OF_BUCKET = ["compute", "comm"];
 
 export function isOfBucket({ kind }) {
-  return kind in KINDS;
+  return OF_BUCKET.includes(kind);
 }
 
-export function percent(ratio) {
+function percent(ratio) {
   if (ratio === null) return "–";
   return (ratio > 0 ? "+" : ratio < 0 ? "−" : "") + size(ratio);
 }
 
-export function size(ratio) {
+function size(ratio) {
   const value = Math.abs(100 * ratio);
   return `${value.toFixed(value < 10 ? 1 : 0)} %`;
 }
 
-export function range({ low_ratio, high_ratio }) {
+function range({ low_ratio, high_ratio }) {
   return low_ratio === null ? "–" : `${percent(low_ratio)} to ${percent(high_ratio)}`;
 }
 
@@ -36,36 +35,33 @@ export function phaseTitle(phase) {
 // The rows of a table, with one axis for all: the largest end of an interval.
 export function changeRows(changes) {
   const ends = changes
-    .filter(isJudged)
+    .filter(hasRatio)
     .flatMap(({ low_ratio, high_ratio }) => [Math.abs(low_ratio), Math.abs(high_ratio)]);
   const axis = Math.min(MAX_AXIS, Math.max(MIN_AXIS, ...ends));
   return changes.map((change) => row(change, axis));
 }
 
-function isJudged({ verdict, change_ratio }) {
-  return verdict !== "too-few" && change_ratio !== null;
+function hasRatio({ change_ratio }) {
+  return change_ratio !== null;
 }
 
 function row(change, axis) {
-  const { kind, name, verdict, smallest_ratio } = change;
+  const { kind, name, title, verdict, words } = change;
   const number = (text) => element("td", { class: "n" }, text);
   const swatch = kind === "phase" ? [element("span", { class: `swatch ${name}` })] : [];
-  const title = (kind === "phase" ? phaseTitle(name) : name) + (KINDS[kind] ? `, ${KINDS[kind]}` : "");
-  const seen = verdict === "same" && smallest_ratio !== null ? ` (${size(smallest_ratio)} would have been)` : "";
-  const ends = element("span", { class: "muted" }, verdict === "too-few" ? "" : range(change));
   return element(
     "tr",
     kind === "step" ? { class: "main" } : {},
     element("td", {}, ...swatch, title),
-    ...[ms(change.a_ns), ms(change.b_ns), percent(change.change_ratio)].map(number),
-    element("td", {}, interval(change, axis), ends),
-    element("td", { class: `verdict ${verdict}` }, WORDS[verdict] + seen),
+    ...[ms(change.a_ns), ms(change.b_ns)].map(number),
+    element("td", {}, interval(change, axis)),
+    element("td", { class: `verdict ${verdict}` }, words || "–"),
   );
 }
 
 // The interval of a change on an axis from -`most` to `most`.
 function interval(change, most) {
-  if (!isJudged(change)) return element("span", { class: "muted" }, "–");
+  if (!hasRatio(change)) return element("span", { class: "muted" }, "–");
   const { change_ratio, low_ratio, high_ratio, smallest_ratio } = change;
   const share = (ratio) => (Math.max(-most, Math.min(most, ratio)) + most) / (2 * most);
   const x = (ratio) => DOT + share(ratio) * (WIDTH - 2 * DOT);

@@ -1,7 +1,7 @@
 // Two runs compared: run b against run a.
 
 import { get, root } from "./api.js";
-import { changeRows, isOfBucket, percent, phaseTitle, range, size } from "./changes.js";
+import { changeRows, isOfBucket, phaseTitle } from "./changes.js";
 import { byId, element, notice } from "./elements.js";
 import { severityBadge } from "./finding_parts.js";
 import { runOnce } from "./refresh.js";
@@ -11,21 +11,9 @@ const MAX_NAMES = 500;
 const MAX_BUCKETS = 50;
 const DEFAULT_LIMIT = "3";
 
-function headline({ b, changes: [step] }) {
-  const change = () => `${percent(step.change_ratio)} (${range(step)}) of a step of ${ms(step.a_ns)}`;
-  const sentences = {
-    slower: () => `${b.run} is slower: ${change()}`,
-    faster: () => `${b.run} is faster: ${change()}`,
-    same: () => `No difference of the step time was seen; a change of ${size(step.smallest_ratio)} would have been`,
-    "too-few": () => "Too few steps to judge",
-  };
-  return sentences[step.verdict]();
-}
-
 function showVerdict(response) {
-  const { a, b, changes, too_few, limit, disturbed } = response;
+  const { a, b, changes, not_the_same_job, limit, disturbed } = response;
   const lines = [];
-  if (too_few) lines.push(`${too_few}.`);
   if (disturbed) {
     const delays = `Ranks had no processor for ${ms(a.run_delay_ns)} and ${ms(b.run_delay_ns)} of a step`;
     lines.push(`${delays}: other programs on the hosts may be the cause.`);
@@ -36,8 +24,9 @@ function showVerdict(response) {
   lines.push(`${a.steps} and ${b.steps} steps are compared. ${long}`);
   const { verdict } = changes[0];
   byId("verdict").className = `card ${disturbed || verdict === "too-few" ? "unsure" : verdict}`;
+  const job = not_the_same_job ? [element("p", { class: "other-job" }, `${not_the_same_job}.`)] : [];
   const paragraphs = lines.map((line) => element("p", {}, line));
-  byId("verdict").replaceChildren(element("h2", {}, headline(response)), ...paragraphs);
+  byId("verdict").replaceChildren(...job, element("h2", {}, response.headline), ...paragraphs);
 }
 
 function limitPercent({ ratio }) {
@@ -70,9 +59,9 @@ function showBuckets(buckets) {
 function showDifferences(differences) {
   byId("no-difference").hidden = differences.length > 0;
   byId("differences").hidden = differences.length === 0;
-  const rows = differences.map(({ name, a, b }) => {
+  const rows = differences.map(({ title, a, b }) => {
     const values = [a, b].map((value) => element("td", {}, value === null ? "–" : String(value)));
-    return element("tr", {}, element("td", {}, name), ...values);
+    return element("tr", {}, element("td", {}, title), ...values);
   });
   byId("differences").tBodies[0].replaceChildren(...rows);
 }
@@ -100,7 +89,7 @@ async function compare() {
 }
 
 async function suggest() {
-  const { runs } = await get(`/runs?limit=${MAX_NAMES}`);
+  const { runs } = await get(`/runs?limit=${MAX_NAMES}`).catch(() => ({ runs: [] })); // The form works without.
   byId("names").replaceChildren(...runs.map((run) => element("option", { value: run.run })));
 }
 
@@ -119,4 +108,4 @@ byId("swap").addEventListener("click", () => {
 const query = new URLSearchParams(location.search);
 for (const id of ["a", "b", "limit"]) if (query.has(id)) byId(id).value = query.get(id);
 await compareIfChosen();
-runOnce(suggest);
+await suggest();

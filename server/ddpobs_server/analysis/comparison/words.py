@@ -1,0 +1,98 @@
+"""The words of a comparison, which the page and the command print: the headline, each change, and what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ddpobs.shared.words import percent
+from ddpobs_server.analysis.comparison.compare import Change, Comparison
+from ddpobs_server.analysis.comparison.facts import Difference
+
+_MIN_MULTIPLE = 0.5
+"""Minimum change that is named as a multiple: `2.2×`, not `122 %`."""
+_MAX_PRECISE = 0.1
+"""Maximum change that is given with a decimal."""
+_KINDS = {"compute": "computation of ", "comm": "communication of "}
+_FACTS = {
+    "world_size": "ranks",
+    "hosts": "hosts",
+    "device": "device",
+    "backend": "backend",
+    "settings.group_ranks": "ranks of the process group",
+    "versions.torch": "version of torch",
+}
+_OF_MODULE = {
+    "comm": "communication strategy",
+    "buckets": "buckets",
+    "size_bytes": "bytes of gradients",
+    "bucket_sizes_mb": "sizes of the buckets in MB",
+    "parameters": "parameters with gradients",
+}
+_JOB = ("parameters", "size_bytes")
+"""Facts of a module that tell one model from another."""
+
+
+def change_words(change: Change) -> str:
+    """A change in words: `slower by 2.2× (1.9 to 2.5)`, `faster by 4.1 % (3.8 to 4.4 %)`, `not decided`."""
+    ratio, low, high = (change.ratio(ns) for ns in (change.b_ns - change.a_ns, change.low_ns, change.high_ns))
+    if ratio is None or low is None or high is None:
+        return change.verdict if change.verdict in ("slower", "faster") else ""
+    if change.verdict == "same":
+        return f"no difference seen, and one of {_size(change.ratio(change.smallest_ns) or 0.0)} would have been"
+    if change.verdict == "too-few":
+        return f"not decided: {1 + ratio:.1f}× ({1 + low:.1f} to {1 + high:.1f})"
+    if change.verdict == "slower" and ratio >= _MIN_MULTIPLE:
+        return f"slower by {1 + ratio:.1f}× ({1 + low:.1f} to {1 + high:.1f})"
+    low, high = sorted((abs(low), abs(high)))
+    return f"{change.verdict} by {_size(ratio)} ({_size(low).removesuffix(' %')} to {_size(high)})"
+
+
+def headline(b: str, result: Comparison) -> str:
+    """The comparison in one sentence: `after is slower by 2.2× (1.9 to 2.5): 139 → 309 ms a step`."""
+    step, words = result.changes[0], change_words(result.changes[0])
+    times = f"{_ms(step.a_ns)} → {_ms(step.b_ns)} ms a step"
+    if step.verdict == "too-few":
+        seen = f"{times}, but " if step.a_ns and step.b_ns else ""
+        return f"Not decided: {seen}{result.too_few}"
+    return f"{words[0].upper()}{words[1:]}: {times}" if step.verdict == "same" else f"{b} is {words}: {times}"
+
+
+def not_the_same_job(a: str, b: str, differences: Sequence[Difference]) -> str:
+    """A sentence if the number of ranks or the model differs: their times are not comparable. Else empty."""
+    reasons = []
+    for each in differences:
+        module, _, fact = each.name.removeprefix("layout.").rpartition(".")
+        if each.name == "world_size":
+            reasons.append(f"{each.a} ranks in {a}, {each.b} in {b}")
+        elif each.name.startswith("layout.") and fact in _JOB:
+            reasons.append(f"{module} has {_value(each.a)} {_OF_MODULE[fact]} in {a}, {_value(each.b)} in {b}")
+    return f"Not the same job: {'; '.join(reasons)}" if reasons else ""
+
+
+def change_title(change: Change) -> str:
+    """The name of a time for people: `exposed communication`, `computation of bucket 1: stem.weight`."""
+    return _KINDS.get(change.kind, "") + change.name.replace("exposed_comm", "exposed communication")
+
+
+def fact_title(name: str) -> str:
+    """The name of a fact for people: `ranks`, `setting bucket_cap_mb`, `model: buckets`."""
+    if name in _FACTS:
+        return _FACTS[name]
+    group, _, rest = name.partition(".")
+    module, _, fact = rest.rpartition(".")
+    if group == "layout":
+        return f"{module}: {_OF_MODULE.get(fact, fact)}"
+    return {"settings": f"setting {rest}", "versions": f"version of {rest}"}.get(group, name)
+
+
+def _value(value: object) -> str:
+    return "no" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _size(ratio: float) -> str:
+    return percent(abs(ratio), 1 if abs(ratio) < _MAX_PRECISE else 0)
+
+
+def _ms(ns: float) -> str:
+    ms = ns / 1e6
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 1 else f"{ms:.3f}"
