@@ -1,4 +1,4 @@
-"""`ddpobs stacks`: the last known place and stack of each rank."""
+"""`ddpobs stacks`: the last known place and stacks of each rank, also of a hang in which a run was ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpobs.wire import printable
 
 @main.command()
 def stacks(run_id: RunArgument = None, collector: CollectorOption = None) -> None:
-    """Print the last known place and stack of each rank of a run; the ranks' processes are not involved."""
+    """Print the last known place and stacks of each rank of a run; the ranks' processes are not involved."""
     config = settings(collector)
     for rank in ask(config, f"/runs/{chosen_run(config, run_id)}/ranks").document["ranks"]:
         for line in _stack_lines(rank):
@@ -21,17 +21,30 @@ def stacks(run_id: RunArgument = None, collector: CollectorOption = None) -> Non
 
 
 def _stack_lines(rank: dict[str, Any]) -> list[str]:
-    """Lines on one rank: its activity, and its frames with the innermost last."""
+    """Lines on one rank: its activity, and the frames of its threads with the innermost last."""
     title, pulse = f"rank {rank['rank']}", rank.get("pulse") or {}
     if host := rank.get("host"):
         title += f" on {host}"
     if not pulse:
         return [f"{title}: no pulse yet"]
+    if stuck := _stuck_at_end(rank):
+        pulse = stuck
     activity = " ".join(filter(None, [pulse.get("activity") or pulse["phase"], pulse.get("waits_in")]))
     if pulse.get("activity") == "bucket" and pulse["bucket"] not in (None, -1):  # Older collectors send -1.
         activity += f" {bucket_name(pulse.get('module') or 0, pulse['bucket'])}"
     title += f": {activity}, step {pulse['step']}, no progress for {pulse.get('idle_ns', 0) / 1e9:.0f} s"
+    title += " until it was ended" if stuck else ""
     if place := pulse.get("place"):
         title += f" ({place})"
-    frames = pulse.get("stack") or ["no stack: a rank sends it once it is stuck"]
-    return [title, *(f"  {frame}" for frame in frames)]
+    lines = [title, *(f"  {frame}" for frame in pulse.get("stack") or ["no stack: a rank sends it once it is stuck"])]
+    for thread, frames in (pulse.get("threads") or {}).items():
+        lines += [f"  thread {thread}:", *(f"    {frame}" for frame in frames)]
+    return lines
+
+
+def _stuck_at_end(rank: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the last pulse in which a rank was stuck, if its end came before it went on; None if it did not end so."""
+    stuck: dict[str, Any] | None = rank.get("stuck_pulse")  # Older collectors have none.
+    if stuck is None or rank["ended"] in ("", "finished") or rank["pulse"]["step"] > stuck["step"] + 1:
+        return None
+    return stuck

@@ -67,8 +67,8 @@ class HangReport:
             ended: `finished`, `interrupted` or `failed` where the process ends.
         """
         self._count += 1
-        if pulse is not None and pulse.stack:
-            pulse = msgspec.structs.replace(pulse, stack=[])  # The verdict names the place only.
+        if pulse is not None and (pulse.stack or pulse.threads):
+            pulse = msgspec.structs.replace(pulse, stack=[], threads={})  # The verdict names the place only.
         value = _Published(self._count, self._host, os.getpid(), ended, pulse)
         self._store.set(_key(self._rank), _encode(value))
 

@@ -13,6 +13,8 @@ Activity = Literal["", "data", "bucket", "collective", "checkpoint", "compile", 
 """What a training thread does; empty where it was not determined."""
 
 
+Stack = Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=40)]
+"""Python frames of a thread, outermost first, such as `train.py:57 step`."""
 RANK_TEXT = re.compile(r"[0-9]{1,7}")
 """A rank as a key of `Pulse.processes`."""
 
@@ -145,6 +147,7 @@ class Pulse(Record, frozen=True, kw_only=True):
             clients.
         place: Innermost lines of the user's code, such as `train.py:57 → dataset.py:31 __getitem__`.
         stack: The training thread's Python frames, outermost first; sent while the rank is stuck.
+        threads: The same of other threads in the user's code, by name; none from older clients.
         processes: State (`stopped`, `gone`) of processes of this host that are neither running nor sleeping, by rank.
         machine: State of the host and the device; None from older clients.
         looks: Number of latest looks at the training thread inside of steps.
@@ -166,15 +169,14 @@ class Pulse(Record, frozen=True, kw_only=True):
     collectives: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=2**48)] = UNKNOWN
     buffer_broadcasts: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=2**48)] = UNKNOWN
     place: Name = ""
-    stack: Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=40)] = msgspec.field(
-        default_factory=list
-    )
+    stack: Stack = msgspec.field(default_factory=list)
     processes: Annotated[dict[Name, Name], msgspec.Meta(max_length=64)] = msgspec.field(default_factory=dict)
     machine: Machine | None = None
     looks: Count = 0
     effective_looks: Count = 0
     code: Annotated[list[CodePlace], msgspec.Meta(max_length=16)] = msgspec.field(default_factory=list)
     input: Input | None = None
+    threads: Annotated[dict[Name, Stack], msgspec.Meta(max_length=8)] = msgspec.field(default_factory=dict)
     other_waits: Annotated[list[Name], msgspec.Meta(max_length=16)] = msgspec.field(default_factory=list)
 
     @property

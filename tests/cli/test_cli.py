@@ -286,12 +286,19 @@ def test_stacks_prints_place_and_stack_of_each_rank() -> None:
         "place": "train.py:57 → dataset.py:31 __getitem__",
         "stack": ["train.py:57 <module>", "dataset.py:31 __getitem__"],
     }
+    ended: dict[str, Any] = {
+        "pulse": {"phase": "other", "step": 41, "bucket": -1, "idle_ns": 0},
+        "stuck_pulse": stuck | {"threads": {"writer": ["train.py:9 write"]}},
+        "ended": "terminated",
+    }
     waiting = {"phase": "backward", "step": 40, "bucket": 2, "activity": "bucket", "idle_ns": 0, "stack": []}
     ranks = [
         {"rank": 0, "pulse": waiting},
         {"rank": 1, "host": "node7", "pulse": stuck},
         {"rank": 2, "pulse": None},
         {"rank": 3, "pulse": {"phase": "forward", "step": 3, "bucket": -1}},
+        ended | {"rank": 4},
+        ended | {"rank": 5, "pulse": {"phase": "forward", "step": 50, "bucket": -1}},
     ]
     answers = {"/api/v1/runs/a-run/ranks": {"ranks": ranks}}
     with collector(lambda path: (200, {}, json.dumps(answers[path]).encode())) as server:
@@ -305,5 +312,12 @@ def test_stacks_prints_place_and_stack_of_each_rank() -> None:
         "  dataset.py:31 __getitem__",
         "rank 2: no pulse yet",
         "rank 3: forward, step 3, no progress for 0 s",
+        no_stack,
+        "rank 4: data, step 40, no progress for 14 s until it was ended (train.py:57 → dataset.py:31 __getitem__)",
+        "  train.py:57 <module>",
+        "  dataset.py:31 __getitem__",
+        "  thread writer:",
+        "    train.py:9 write",
+        "rank 5: forward, step 50, no progress for 0 s",
         no_stack,
     ]

@@ -20,6 +20,7 @@ from benchmarks.faults.launch import CRASHING, Ranks, ranks_of
 from benchmarks.rig import patience
 from benchmarks.rig.collector import Collector, collector
 from benchmarks.rig.training import PATIENT, ROOT
+from tests.support.cli import ddpobs
 from tests.support.integration.collectors import absent
 from tests.support.ports import free_port
 from tests.support.server.batches import get
@@ -139,8 +140,15 @@ def test_the_hang_of_a_run_that_a_signal_ended_stays_the_first_finding(number: i
         assert get(running.url, "/runs/crash")["state"] == state
         finding = get(running.url, "/runs/crash/diagnostics")["findings"][0]
         assert (finding["code"], finding["severity"], finding["ranks"]) == ("hang", "critical", [1])
-        assert "until it was ended" in finding["verdict"]
-        assert finding["cause"].startswith("rank 1 was in data")
+        assert finding["verdict"] == f"The run hung in step {STEP}, waiting for rank 1"
+        assert finding["measure"].endswith(f"until {signal.Signals(number).name}")
+        assert finding["cause"].startswith("rank 1 has been in the data loader")
+        facts = finding["evidence"]
+        assert facts["began_ns"] < facts["ended_ns"]
+        assert any("crashing.py" in frame for frame in facts["stacks"]["1"])
+        printed = ddpobs("stacks", "crash", "--collector", running.url).stdout
+        assert "until it was ended" in printed
+        assert "crashing.py" in printed
 
 
 def test_a_rank_whose_collective_timed_out_ended_because_it_waited_for_the_rank_that_hangs(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ Kind = Literal["data", "bucket", "collective", "checkpoint", "compile", "evaluat
 
 _FRAMES = 40
 """Innermost frames that are looked at, and sent."""
+_THREADS, _THREAD_NAME = 4, 128
+"""Maximum number of other threads whose frames are sent, and of characters of a name."""
 _FIRST_STEP = 15
 """Patience before a rank has finished steps, in patiences: a first step compiles, warms caches up, fills loaders."""
 _COMPUTES = {"evaluation": 0.0005, "code": 0.05, "data": 0.05}
@@ -266,6 +268,24 @@ def frames_of(thread: int) -> Iterator[FrameType]:
             yield frame
             count += 1
         frame = frame.f_back
+
+
+def other_stacks(thread: int) -> dict[str, list[str]]:
+    """Frames of the other threads that are in the user's code, outermost first, by the thread's name.
+
+    One of them may hold the lock that the training thread waits for, or wait in a collective.
+
+    Args:
+        thread: Identifier of the training thread.
+    """
+    stacks: dict[str, list[str]] = {}
+    for other in threading.enumerate():
+        if other.ident is None or other.ident == thread or len(stacks) == _THREADS:
+            continue
+        frames = list(frames_of(other.ident))
+        if users_frames(frames):
+            stacks[other.name[:_THREAD_NAME]] = [_frame_text(frame) for frame in reversed(frames)]
+    return stacks
 
 
 def _lines(frames: Sequence[FrameType], skip: tuple[str, ...]) -> Sequence[tuple[object, int]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ddpobs import wire
 from ddpobs.recording.hooks.input_counts import InputCounts
 from ddpobs.recording.journal import Journal
-from ddpobs.recording.looks.activity import Activity, ActivityWatch
+from ddpobs.recording.looks.activity import Activity, ActivityWatch, other_stacks
 from ddpobs.recording.looks.code_samples import CodeSamples
 from ddpobs.recording.module_recorder import ModuleRecorder
 
@@ -83,6 +83,7 @@ class Pulses:
             buffer_broadcasts=journal.buffer_broadcasts,
             place=activity.place[:_MAX_NAME],
             stack=activity.stack if self.is_stuck else [],
+            threads=other_stacks(journal.thread.ident_or_main) if self.is_stuck else {},
             machine=self._machine(),
             processes={str(rank): state for rank, state in list(processes.items())[:_MAX_PROCESSES]},
             looks=self._samples.count,

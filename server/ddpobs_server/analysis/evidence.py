@@ -96,6 +96,7 @@ class Evidence:
         columns: Reads further columns; None if there are none.
         world_size: Number of ranks.
         pulses: Latest heartbeat by rank; `Pulse.at_ns` is on that rank's monotonic clock.
+        stuck_pulses: Last pulse by rank in which it was stuck; a rank may have gone on since.
         silent_ns: Time since each rank's last batch, on the collector's clock.
         ended: How each rank ended: `finished`, `interrupted`, `failed`, or empty while it runs.
         fingerprints: (rank, fingerprint) of the sampled steps.
@@ -129,6 +130,7 @@ class Evidence:
     columns: ColumnReader | None = None
     world_size: int = 0
     pulses: dict[int, wire.Pulse] = field(default_factory=dict)
+    stuck_pulses: dict[int, wire.Pulse] = field(default_factory=dict)
     silent_ns: dict[int, int] = field(default_factory=dict)
     ended: dict[int, str] = field(default_factory=dict)
     fingerprints: list[tuple[int, wire.Fingerprint]] = field(default_factory=list)

@@ -95,6 +95,10 @@ class Pulse(TypedDict):
     waits_in: Annotated[str, doc("Function in which the rank waits; empty if unknown.")]
     place: Annotated[str, doc("Line of Python that the rank is at; empty if unknown.")]
     stack: Annotated[list[str], doc("Lines of Python, the innermost last; empty unless the rank is stuck.")]
+    threads: Annotated[
+        dict[str, list[str]],
+        doc("The same of other threads in the user's code, by name; empty unless the rank is stuck."),
+    ]
     machine: Annotated[Machine | None, doc("State of the host and the device; null if the pulse has none.")]
 
 
@@ -136,6 +140,10 @@ class RankFields(TypedDict):
         int | None, doc("Time of a step without waits for other ranks, in nanoseconds; null until it is known.")
     ]
     pulse: Annotated[Pulse | None, doc("Last pulse (heartbeat); null before the first.")]
+    stuck_pulse: Annotated[
+        Pulse | None,
+        doc("Last pulse in which the rank was stuck, without figures of the machine; null if it never was."),
+    ]
 
 
 class Rank(SourceFields, ProcessFields, RankFields):
@@ -167,15 +175,19 @@ def _rank_json(source: Source, rollup: Rollup | None, settings: Settings) -> Ran
         "clock_ahead_ns": source.anchor.wall_ns - source.last_seen_ns,
         "phases_ns": {phase: total // rollup.steps for phase, total in rollup.phases_ns.items()} if rollup else None,
         "own_ns": rollup.own_ns // rollup.own_steps if rollup and rollup.own_steps else None,
-        "pulse": None if source.pulse is None else _without_unknown(msgspec.to_builtins(source.pulse)),
+        "pulse": _pulse_json(source.pulse),
+        "stuck_pulse": _pulse_json(source.stuck_pulse),
     }
     stored = {name: getattr(source, name) for name in _SOURCE_FIELDS}
     process = {name: getattr(source.hello, name, None) for name in _HELLO_FIELDS}
     return cast(Rank, stored | process | computed)
 
 
-def _without_unknown(pulse: dict[str, Any]) -> Any:
+def _pulse_json(record: wire.Pulse | None) -> Any:
     """Return a pulse with null for each number that is unknown on the wire."""
+    if record is None:
+        return None
+    pulse = msgspec.to_builtins(record)
     machine = pulse["machine"]
     if machine is not None:
         machine = {name: None if value == wire.UNKNOWN else value for name, value in machine.items()}

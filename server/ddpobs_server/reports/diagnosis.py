@@ -130,6 +130,7 @@ class Diagnosis:
             columns=_StoreColumns(store, run, attempt),
             world_size=world_size_of(sources),
             pulses={source.rank: source.pulse for source in sources if source.pulse},
+            stuck_pulses={source.rank: source.stuck_pulse for source in sources if source.stuck_pulse},
             silent_ns=silent_ns(sources, now_ns),
             ended=ends(sources),
             fingerprints=store.differing_fingerprints(run, attempt),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 from sqlalchemy import Connection, case, func, literal_column, update
 
 from ddpobs import wire
@@ -50,6 +51,13 @@ def stuck_ns(batch: wire.Batch) -> int:
     if pulse is None or not pulse.patience_ns or JudgedRank(batch.rank, pulse).progresses:
         return 0
     return pulse.idle_ns
+
+
+def stuck_pulse(batch: wire.Batch) -> wire.Pulse | None:
+    """Return the batch's pulse if its rank is stuck: its wait, place and stacks, without figures of the machine."""
+    if batch.pulse is None or not stuck_ns(batch):
+        return None
+    return msgspec.structs.replace(batch.pulse, machine=None, input=None, code=[])
 
 
 def latest_end(new: Any) -> dict[str, Any]:

@@ -160,7 +160,8 @@ class Source:
     """A process of an attempt.
 
     `ended` is an end of `ddpobs.wire.endings`, or empty while the process runs. `stuck_ns` is its time without
-    progress at its latest pulse, 0 if that is no longer than its patience.
+    progress at its latest pulse, 0 if that is no longer than its patience. `stuck_pulse` is its latest pulse with such
+    a time, which stays after the process went on or ended.
     """
 
     source: str
@@ -180,6 +181,7 @@ class Source:
     stuck_ns: int
     first_seen_ns: int
     account: wire.Account | None = None
+    stuck_pulse: wire.Pulse | None = None
 
 
 @dataclass(frozen=True)

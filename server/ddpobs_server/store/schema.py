@@ -112,8 +112,9 @@ sources = _source_table(
     _count("stuck_ns"),
     Column("account", Text),
     _count("ended_ns"),
+    Column("stuck_pulse", Text),
 )
-"""The module `endings` defines `ended`, `ended_ns` and `stuck_ns`."""
+"""The module `endings` defines `ended`, `ended_ns`, `stuck_ns` and `stuck_pulse`."""
 batches = _source_table(
     "batches",
     _key("seq", BigInteger),

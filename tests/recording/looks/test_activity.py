@@ -54,6 +54,27 @@ def test_a_thread_that_waits_for_a_lock_is_idle_in_its_own_code() -> None:
         lock.release()
 
 
+def test_another_thread_in_the_users_code_shows_its_frames_and_a_pool_s_thread_does_not() -> None:
+    lock, ends = threading.Lock(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            ends.wait()
+
+    holder = threading.Thread(target=hold, name="holder", daemon=True)
+    pooled = threading.Thread(target=ends.wait, name="pooled", daemon=True)
+    holder.start()
+    pooled.start()
+    with thread_in(lambda: (lock.acquire(), None)) as thread:
+        stacks = activity.other_stacks(thread)
+        assert "pooled" not in stacks
+        assert any(frame.endswith(" hold") for frame in stacks["holder"])
+        assert "holder" not in activity.other_stacks(holder.ident or 0)
+        ends.set()
+    holder.join()
+    pooled.join()
+
+
 def test_the_frames_of_telemetry_are_not_shown() -> None:
     lock = threading.Lock()
     lock.acquire()

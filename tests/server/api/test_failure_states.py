@@ -103,6 +103,8 @@ def test_a_run_hangs_until_a_rank_goes_on_and_the_hang_stays_in_its_history(shar
     assert listed_state(url, run) == "running"
     (past,) = (finding for finding in findings(url, run) if finding["code"] == "hang")
     assert (past["severity"], past["evidence"]["length_ns"], past["evidence"]["times"]) == ("info", 31 * S, 2)
+    rank = get(url, f"/runs/{run}/ranks")["ranks"][1]
+    assert (rank["pulse"]["stack"], rank["stuck_pulse"]["stack"]) == ([], blocked.stack)
 
 
 @pytest.mark.parametrize("activity", ["checkpoint", "compile"])

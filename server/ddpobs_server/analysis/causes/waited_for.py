@@ -1,6 +1,7 @@
-"""For which ranks the others waited when one of them gave up: by a collective's timeout or a closed connection.
+"""For which ranks the others waited at a moment of the past: when one of them gave up, or when the run was ended.
 
-Each rank's state at that moment is its latest pulse, or its own record of a time without progress that spans it.
+Each rank's state at that moment is its last pulse in which it was stuck, its latest pulse, or its own record of a time
+without progress that spans it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,37 @@ from functools import partial
 import msgspec
 
 from ddpobs import wire
-from ddpobs.shared.hang_verdict import Hang, verdict_on
+from ddpobs.shared.hang_verdict import Hang, judge, verdict_on
 from ddpobs.shared.judged_rank import JudgedRank
+from ddpobs.shared.silence import PULSE_SILENCE_NS
 from ddpobs.wire.facts import StuckFacts, facts_of
 from ddpobs_server.analysis.evidence import Evidence
 
 _PULSE_NS = 5 * 10**9
 """A pulse shows the state up to this much before it; the record of a time without progress also after its end."""
+_STACKS = 8
+"""Maximum number of ranks whose stacks the evidence lists."""
+
+
+def hang_at(evidence: Evidence, at_ns: int) -> Hang | None:
+    """Return the hang in which the run was at a moment; None if it went on, or if that is not known.
+
+    Args:
+        evidence: The run.
+        at_ns: The moment, on the ranks' wall clocks.
+    """
+    moment, states = _Moment(evidence, at_ns), []
+    terminated = {rank for rank, event in evidence.events if event.kind == "terminated"}
+    for rank in range(evidence.world_size):
+        has_ended = evidence.ended.get(rank) == "finished" and rank not in terminated
+        pulse, silent_ns = moment.pulse(rank), moment.silent_ns(rank)
+        if pulse is None and not has_ended:
+            return None
+        if silent_ns > PULSE_SILENCE_NS:
+            states.append(JudgedRank(rank, evidence.pulses[rank], silent_ns))
+        else:
+            states.append(JudgedRank(rank, pulse, 0, "finished" if has_ended else ""))
+    return judge(states, partial(bucket_parameters, evidence))
 
 
 def waited_for(evidence: Evidence, rank: int, at_ns: int, gave_up: Collection[int]) -> Hang | None:
@@ -29,17 +54,12 @@ def waited_for(evidence: Evidence, rank: int, at_ns: int, gave_up: Collection[in
         at_ns: Time of its end, on its wall clock.
         gave_up: Ranks whose end is a consequence of another's.
     """
-    offsets_ns = {process.rank: process.wall_offset_ns for process in evidence.processes}
-    first = evidence.pulses.get(rank)
-    if first is None:
+    moment = _Moment(evidence, at_ns)
+    if (first := moment.stuck(rank) or evidence.pulses.get(rank)) is None:
         return None
-    stuck: dict[int, list[wire.Event]] = {}
-    for of_rank, event in evidence.events:
-        if event.kind == "stuck":
-            stuck.setdefault(of_rank, []).append(event)
     states = []
     for each in range(evidence.world_size):
-        pulse = _pulse_at(evidence.pulses.get(each), stuck.get(each, ()), at_ns, offsets_ns.get(each), first)
+        pulse = moment.pulse(each, first)
         has_ended = each not in gave_up and bool(evidence.ended.get(each))
         if pulse is None and not has_ended:
             return None
@@ -49,19 +69,61 @@ def waited_for(evidence: Evidence, rank: int, at_ns: int, gave_up: Collection[in
     return verdict if rank in verdict.waiting and set(verdict.ranks) != set(range(evidence.world_size)) else None
 
 
-def _pulse_at(
-    pulse: wire.Pulse | None, events: Iterable[wire.Event], at_ns: int, offset_ns: int | None, first: wire.Pulse
-) -> wire.Pulse | None:
-    """Return what a rank did at a moment; None if it is not known."""
-    if pulse is None or offset_ns is None:
-        return None
-    began_ns = offset_ns + pulse.at_ns - pulse.idle_ns
-    if began_ns <= at_ns:
-        return msgspec.structs.replace(pulse, idle_ns=at_ns - began_ns)
-    if stuck := next(filter(None, (_stuck_at(event, at_ns, pulse) for event in events)), None):
-        return stuck
-    is_at_moment = offset_ns + pulse.at_ns <= at_ns + _PULSE_NS
-    return pulse if is_at_moment or _is_behind(pulse, first) else None
+def shown_ranks(hang: Hang) -> list[int]:
+    """Return the ranks whose stacks the evidence lists: first those that the others wait for."""
+    return [*hang.ranks, *(rank for rank in hang.waiting if rank not in hang.ranks)][:_STACKS]
+
+
+class _Moment:
+    """What the ranks did at a moment, on their wall clocks."""
+
+    def __init__(self, evidence: Evidence, at_ns: int) -> None:
+        self._evidence, self._at_ns = evidence, at_ns
+        self._offsets_ns = {process.rank: process.wall_offset_ns for process in evidence.processes}
+        self._events: dict[int, list[wire.Event]] = {}
+        for rank, event in evidence.events:
+            if event.kind == "stuck":
+                self._events.setdefault(rank, []).append(event)
+
+    def pulse(self, rank: int, first: wire.Pulse | None = None) -> wire.Pulse | None:
+        """Return what a rank did; None if it is not known.
+
+        Args:
+            rank: The rank.
+            first: What a rank that waited did: another rank that was seen behind it only later was so before, too.
+        """
+        pulse, offset_ns, at_ns = self._evidence.pulses.get(rank), self._offsets_ns.get(rank), self._at_ns
+        if pulse is None or offset_ns is None:
+            return None
+        if stuck := self.stuck(rank):
+            return stuck
+        began_ns = offset_ns + pulse.at_ns - pulse.idle_ns
+        if began_ns <= at_ns:
+            return msgspec.structs.replace(pulse, idle_ns=at_ns - began_ns)
+        recorded = (_stuck_at(event, at_ns, pulse) for event in self._events.get(rank, ()))
+        if stuck := next(filter(None, recorded), None):
+            return stuck
+        is_at_moment = offset_ns + pulse.at_ns <= at_ns + _PULSE_NS
+        return pulse if is_at_moment or (first is not None and _is_behind(pulse, first)) else None
+
+    def stuck(self, rank: int) -> wire.Pulse | None:
+        """Return a rank's last pulse in which it was stuck, with the time until the moment; None if it went on."""
+        stuck, offset_ns, at_ns = self._evidence.stuck_pulses.get(rank), self._offsets_ns.get(rank), self._at_ns
+        if stuck is None or offset_ns is None or at_ns < offset_ns + stuck.at_ns - stuck.idle_ns:
+            return None
+        latest = self._evidence.pulses.get(rank, stuck)
+        if latest.at_ns > stuck.at_ns:
+            went_on = offset_ns + latest.at_ns - latest.idle_ns <= at_ns
+            is_soon = at_ns <= offset_ns + stuck.at_ns + _PULSE_NS
+            spans = any(spanned_ns(event, at_ns) is not None for event in self._events.get(rank, ()))
+            if went_on or not (is_soon or spans):
+                return None
+        return msgspec.structs.replace(stuck, idle_ns=at_ns - offset_ns - stuck.at_ns + stuck.idle_ns)
+
+    def silent_ns(self, rank: int) -> int:
+        """Return the time since the rank's latest pulse; 0 if that came later, or if it is not known."""
+        pulse, offset_ns = self._evidence.pulses.get(rank), self._offsets_ns.get(rank)
+        return 0 if pulse is None or offset_ns is None else max(0, self._at_ns - offset_ns - pulse.at_ns)
 
 
 def _stuck_at(event: wire.Event, at_ns: int, later: wire.Pulse) -> wire.Pulse | None:

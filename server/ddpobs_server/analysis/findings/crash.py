@@ -13,7 +13,7 @@ from ddpobs.shared.hang_verdict import Hang
 from ddpobs.shared.words import format_bucket, format_ranks
 from ddpobs.wire.endings import delay_ns, end_of_event
 from ddpobs.wire.facts import EndFacts, facts_of
-from ddpobs_server.analysis.causes.waited_for import bucket_parameters, waited_for
+from ddpobs_server.analysis.causes.waited_for import bucket_parameters, hang_at, waited_for
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding
 
@@ -116,6 +116,11 @@ class End:
         return _CONSEQUENCE.search(f"{error} {message}") is not None
 
     @property
+    def was_killed(self) -> bool:
+        """Whether a person or a launcher killed the process: the kernel, for want of memory, did not."""
+        return self.kind == "died" and self.facts.signal == "SIGKILL" and not self.facts.oom_kills
+
+    @property
     def may_have_given_up(self) -> bool:
         """Whether the rank may have ended because another did not come: NCCL aborts a process after a timeout."""
         return self.is_consequence or (self.kind == "died" and self.facts.signal == "SIGABRT")
@@ -129,6 +134,8 @@ def crash(evidence: Evidence) -> Judgement:
     first = ends[0]
     if (hang := hang_before(evidence)) is not None:
         return [_gave_up(evidence, ends, hang)]
+    if first.was_killed and hang_at(evidence, first.wall_ns) is not None:
+        return []  # Somebody killed a run that hung: the hang is the finding.
     victims = sorted({end.rank for end in ends if end.rank != first.rank})
     module, bucket = first.facts.module, first.facts.bucket
     return [

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 from ddpobs import wire
@@ -10,16 +11,15 @@ from ddpobs.shared.hang_verdict import Hang, judge
 from ddpobs.shared.judged_rank import JudgedRank
 from ddpobs.shared.words import format_ranks
 from ddpobs.wire.facts import StuckFacts, facts_of
-from ddpobs_server.analysis.causes.waited_for import bucket_parameters, spanned_ns
+from ddpobs_server.analysis.causes.waited_for import bucket_parameters, hang_at, shown_ranks, spanned_ns
 from ddpobs_server.analysis.evidence import Evidence, Judgement
-from ddpobs_server.analysis.finding import Facts, Finding
+from ddpobs_server.analysis.finding import Facts, Finding, Interval
 from ddpobs_server.analysis.findings.crash import End, ends_of, hang_before, interrupt_of
+from ddpobs_server.analysis.steps.intervals import format_times
 
 CODES = ("hang",)
 _WAITS = {"bucket", "collective"}
 _Stuck = list[tuple[int, wire.Event]]
-_STACKS = 8
-"""Maximum number of ranks whose stacks the evidence lists."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,9 @@ class HangFacts(Facts):
         in_step: Step in which each rank is.
         places: Place in the code by rank.
         stacks: Stack by rank.
+        threads: Stacks of other threads in the user's code, by rank and by name.
+        began_ns: Begin of a hang that the run's end ended, as Unix time; None for another one.
+        ended_ns: Its end; None for another one.
         length_ns: Time without progress of the longest hang that is past; None if the hang goes on.
         times: Reports of hangs that are over; None if the hang goes on.
     """
@@ -49,6 +52,9 @@ class HangFacts(Facts):
     in_step: dict[int, int] = field(default_factory=dict)
     places: dict[int, str] = field(default_factory=dict)
     stacks: dict[int, list[str]] = field(default_factory=dict)
+    threads: dict[int, dict[str, list[str]]] = field(default_factory=dict)
+    began_ns: int | None = None
+    ended_ns: int | None = None
     length_ns: int | None = None
     times: int | None = None
 
@@ -57,8 +63,16 @@ FACTS = (HangFacts,)
 
 
 def hang(evidence: Evidence) -> Judgement:
-    """Report the hang that the latest pulses show, and hangs that are over."""
-    return [*_present(evidence), *_past(evidence)]
+    """Report the hang that the latest pulses show or the run's end ended, and hangs that are over."""
+    ends = ends_of(evidence.events)
+    if not ends:
+        return [*_present(evidence), *_past(evidence, None)]
+    until_ns = ends[0].wall_ns
+    if hang_before(evidence) is not None:
+        return _past(evidence, until_ns)  # The crash has the hang's sentence.
+    if (verdict := hang_at(evidence, until_ns)) is not None:
+        return [_ended(evidence, verdict, ends[0]), *_past(evidence, until_ns)]
+    return [*_present(evidence), *_past(evidence, None)]
 
 
 def rank_states(evidence: Evidence) -> list[JudgedRank]:
@@ -83,34 +97,49 @@ def _present(evidence: Evidence) -> Judgement:
     if any(end in ("failed", "interrupted") for end in evidence.ended.values()):
         return []  # The others wait for the rank that failed or was interrupted.
 
-    parameters = cache(partial(bucket_parameters, evidence))
-    verdict = judge(rank_states(evidence), parameters)
-    if verdict is None:
-        return []
+    verdict = judge(rank_states(evidence), cache(partial(bucket_parameters, evidence)))
+    return [] if verdict is None else [_finding(evidence, verdict, _facts(evidence, verdict, evidence.pulses))]
+
+
+def _ended(evidence: Evidence, verdict: Hang, end: End) -> Finding:
+    """The hang in which the run was until a rank ended, with the stacks of the last pulses before."""
+    began_ns, ended_ns = end.wall_ns - verdict.since_ns, end.wall_ns
+    facts = _facts(evidence, verdict, evidence.pulses | evidence.stuck_pulses)
+    facts = replace(facts, began_ns=began_ns, ended_ns=ended_ns, length_ns=verdict.since_ns)
+    finding = _finding(evidence, verdict, facts)
+    until = end.facts.signal or f"rank {end.rank} {'failed' if end.kind == 'failed' else 'ended'}"
+    return replace(
+        finding,
+        verdict=verdict.verdict.replace("hangs", "hung", 1),
+        measure=f"{verdict.measure}, until {until}",
+        when=format_times(began_ns, ended_ns),
+        intervals=(Interval(*finding.steps, began_ns, ended_ns),),
+    )
+
+
+def _finding(evidence: Evidence, verdict: Hang, facts: HangFacts) -> Finding:
     in_bucket = verdict.bucket != wire.UNKNOWN
     step = max(0, verdict.step if verdict.step != wire.UNKNOWN else evidence.step_range[1])
-    return [
-        Finding(
-            code="hang",
-            severity="critical",
-            verdict=verdict.verdict,
-            measure=verdict.measure,
-            cause=verdict.cause,
-            where=evidence.where(verdict.ranks, verdict.where),
-            remedy=verdict.remedy,
-            steps=(step, step),
-            ranks=verdict.ranks,
-            buckets=[verdict.bucket] if in_bucket else [],
-            parameters=list(parameters(verdict.module, verdict.bucket)) if in_bucket else [],
-            phase=verdict.phase,
-            evidence=_facts(evidence, verdict),
-        )
-    ]
+    parameters = bucket_parameters(evidence, verdict.module, verdict.bucket) if in_bucket else ()
+    return Finding(
+        code="hang",
+        severity="critical",
+        verdict=verdict.verdict,
+        measure=verdict.measure,
+        cause=verdict.cause,
+        where=evidence.where(verdict.ranks, verdict.where),
+        remedy=verdict.remedy,
+        steps=(step, step),
+        ranks=verdict.ranks,
+        buckets=[verdict.bucket] if in_bucket else [],
+        parameters=list(parameters),
+        phase=verdict.phase,
+        evidence=facts,
+    )
 
 
-def _facts(evidence: Evidence, verdict: Hang) -> HangFacts:
-    pulses = evidence.pulses
-    shown = [*verdict.ranks, *(rank for rank in verdict.waiting if rank not in verdict.ranks)][:_STACKS]
+def _facts(evidence: Evidence, verdict: Hang, pulses: Mapping[int, wire.Pulse]) -> HangFacts:
+    shown = [rank for rank in shown_ranks(verdict) if rank in pulses]
     return HangFacts(
         kind=verdict.kind,
         since_ns=verdict.since_ns,
@@ -119,23 +148,25 @@ def _facts(evidence: Evidence, verdict: Hang) -> HangFacts:
         hosts={rank: evidence.hosts[rank] for rank in verdict.ranks if rank in evidence.hosts},
         activities={rank: pulse.activity for rank, pulse in pulses.items()},
         in_step={rank: pulse.step for rank, pulse in pulses.items()},
-        places={rank: pulses[rank].place for rank in shown if rank in pulses},
-        stacks={rank: list(pulses[rank].stack) for rank in shown if rank in pulses},
+        places={rank: pulses[rank].place for rank in shown},
+        stacks={rank: list(pulses[rank].stack) for rank in shown},
+        threads={rank: dict(pulses[rank].threads) for rank in shown if pulses[rank].threads},
     )
 
 
-def _past(evidence: Evidence) -> Judgement:
+def _past(evidence: Evidence, until_ns: int | None) -> list[Finding]:
     """Hangs that are over: each rank reports how long it was stuck once it goes on, fails or is ended by a signal.
 
-    A crash that ended a hang has the hang's sentence.
+    Args:
+        evidence: The run.
+        until_ns: End of a hang that has a finding of its own; None without one.
     """
     interrupt = interrupt_of(evidence.events)
     stuck = [
         (rank, event) for rank, event in evidence.events if event.kind == "stuck" and not _began_after(interrupt, event)
     ]
-    if stuck and hang_before(evidence) is not None:
-        first_ns = ends_of(evidence.events)[0].wall_ns
-        stuck = [(rank, event) for rank, event in stuck if spanned_ns(event, first_ns) is None]
+    if until_ns is not None:
+        stuck = [(rank, event) for rank, event in stuck if spanned_ns(event, until_ns) is None]
     ended = [(rank, event) for rank, event in stuck if _of(event).outcome == "ended"]
     went_on = [item for item in stuck if item not in ended]
     return [_longest(part, evidence, is_over=part is went_on) for part in (ended, went_on) if part]
@@ -168,7 +199,7 @@ def _longest(stuck: _Stuck, evidence: Evidence, *, is_over: bool) -> Finding:
         measure=f"no progress for {facts.idle_ns / 1e9:.0f} s",
         cause=f"{format_ranks([rank])} {does}{_waiting(stuck, named)}",
         where=evidence.where(_ranks(named)),
-        remedy="Look at the line above. The next run that hangs shows its stacks with `ddpobs stacks`.",
+        remedy="Look at the line above; `ddpobs stacks` shows the rank's last stack.",
         steps=(min(steps), max(steps)),
         ranks=_ranks(named),
         evidence=HangFacts(

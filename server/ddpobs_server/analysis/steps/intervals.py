@@ -39,7 +39,8 @@ class StepClock:
     def timed_finding(self, finding: Finding) -> Finding:
         """Return the finding with the times of its intervals."""
         intervals = finding.intervals or (Interval(*finding.steps),)
-        return replace(finding, intervals=tuple(map(self.timed, intervals)))
+        timed = (self.timed(interval) if interval.began_ns is None else interval for interval in intervals)
+        return replace(finding, intervals=tuple(timed))
 
 
 def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -13,10 +13,15 @@ export function evidence(finding) {
 }
 
 // The traceback of a crash, or the stacks of the ranks that a hang names.
-export function stacks({ ranks, evidence: { traceback, stacks: byRank } }) {
+export function stacks({ ranks, evidence: { traceback, stacks: byRank, threads } }) {
   if (traceback) return [element("pre", {}, traceback)];
   const known = ranks.filter((rank) => byRank?.[rank]?.length).slice(0, MAX_STACKS);
-  return known.map((rank) => element("pre", {}, [`Rank ${rank}:`, ...byRank[rank]].join("\n  ")));
+  return known.flatMap((rank) => [
+    element("pre", {}, [`Rank ${rank}:`, ...byRank[rank]].join("\n  ")),
+    ...Object.entries(threads?.[rank] ?? {}).map(([thread, frames]) => {
+      return element("pre", {}, [`Rank ${rank}, thread ${thread}:`, ...frames].join("\n  "));
+    }),
+  ]);
 }
 
 export function stepsText(first, last) {

@@ -18,6 +18,8 @@ from ddpobs_server.store.sums import bucket_sums
 
 _END_EVENTS, _END_EVENT_BYTES = 10_000, 8_000_000
 """Maximum number of events that `end_events` returns, and their most bytes: a traceback may have 16,384 characters."""
+_LARGE = ("hello", "pulse", "stuck_pulse")
+"""Columns with most of a source's bytes."""
 _PULSE_BYTES, _SHORT_PULSE = 16_000_000, 512
 """Bytes of an attempt's pulses after which a long pulse loses its stack and places."""
 
@@ -78,10 +80,10 @@ def sources(connection: Connection, run: str, attempt: str) -> list[Source]:
 
 
 def sources_of_attempts(connection: Connection, run: str, attempts: Sequence[str]) -> dict[str, list[Source]]:
-    """The sources of several attempts by rank, without hello and pulse, which take most of a source's bytes."""
+    """The sources of several attempts by rank, without hello and pulses, which take most of a source's bytes."""
     c = schema.sources.c
-    columns = [column for column in schema.sources.c if column.name not in ("hello", "pulse")]
-    query = select(*columns, null().label("hello"), null().label("pulse"))
+    columns = [column for column in schema.sources.c if column.name not in _LARGE]
+    query = select(*columns, *(null().label(name) for name in _LARGE))
     query = query.where(c.run_id == run, c.attempt.in_(attempts)).order_by(c.rank, c.first_seen_ns)
     by_attempt: dict[str, list[Source]] = {attempt: [] for attempt in attempts}
     reader = _SourceReader()
@@ -206,6 +208,7 @@ class _SourceReader:
             anchor=wire.Anchor(wall_ns=row.wall_ns, monotonic_ns=row.monotonic_ns),
             hello=self._hello(row.hello) if row.hello else None,
             pulse=self._pulse(row.pulse) if row.pulse else None,
+            stuck_pulse=self._pulse(row.stuck_pulse) if row.stuck_pulse else None,
             goodbye=row.goodbye,
             ended=row.ended,
             stuck_ns=row.stuck_ns,
@@ -229,4 +232,4 @@ class _SourceReader:
         self._pulse_bytes -= len(text)
         if self._pulse_bytes >= 0 or len(text) <= _SHORT_PULSE:
             return pulse
-        return msgspec.structs.replace(pulse, place="", stack=[], processes={}, code=[])
+        return msgspec.structs.replace(pulse, place="", stack=[], threads={}, processes={}, code=[])

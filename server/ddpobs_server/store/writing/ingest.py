@@ -227,6 +227,7 @@ def _source_row(arrival: Arrival) -> dict[str, Any]:
     batch, now = arrival.batch, arrival.received_ns
     stepped = batch.steps is not None and len(batch.steps) > 0
     ended, ended_ns = endings.end_of(batch)
+    stuck_pulse = endings.stuck_pulse(batch)
     return {
         "run_id": batch.run,
         "source": batch.source,
@@ -248,6 +249,7 @@ def _source_row(arrival: Arrival) -> dict[str, Any]:
         "ended": ended,
         "ended_ns": ended_ns,
         "stuck_ns": endings.stuck_ns(batch),
+        "stuck_pulse": msgspec.json.encode(stuck_pulse).decode() if stuck_pulse is not None else None,
     }
 
 

@@ -58,7 +58,7 @@ def source_upsert(dialect: str) -> Any:
     later = new.monotonic_ns >= c.monotonic_ns
     changes |= {
         name: case((later, func.coalesce(new[name], c[name])), else_=c[name])
-        for name in ("wall_ns", "pulse", "account")
+        for name in ("wall_ns", "pulse", "account", "stuck_pulse")
     }
     changes["hello"] = func.coalesce(new.hello, c.hello)
     changes["last_seen_ns"] = new.last_seen_ns

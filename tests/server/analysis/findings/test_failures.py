@@ -98,6 +98,48 @@ def test_a_hang_that_ended_with_the_run_stays_critical() -> None:
     assert finding.cause == "rank 1 was in its own code (a.py:3), while rank 0 waited in a bucket's reduction"
 
 
+def ended_in_hang(kind: str, **facts: wire.Scalar) -> Evidence:
+    """A run in which rank 0 waited for rank 1 from 88 s on, until rank 1 ended at 110 s, and each rank moved then."""
+    stuck_pulses = {0: at(108, "bucket", 20, bucket=0), 1: at(108, "code", 20, stack=["a.py:3 f"], threads=WRITER)}
+    end = wire.Event(kind=kind, at_ns=0, step=6, detail={"wall_ns": 110 * S, "phase": "other", **facts})
+    return evidence(
+        events=[(1, end)],
+        stuck_pulses=stuck_pulses,
+        pulses={rank: at(111, "code", 0) for rank in range(2)},
+        processes=[Process(rank, None) for rank in range(2)],
+        columns=Layouts(),
+        ended={1: "failed"} if kind == "died" else {},
+    )
+
+
+WRITER = {"writer": ["a.py:9 write"]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "number"), [("terminated", "SIGTERM"), ("died", "SIGKILL"), ("interrupted", "SIGINT")]
+)
+def test_a_hang_that_a_signal_ended_keeps_its_sentence_times_bucket_and_stacks(kind: str, number: str) -> None:
+    judged = ended_in_hang(kind, signal=number)
+    finding = only([*crash(judged), *hang(judged)])
+    assert finding.verdict == "The run hung in step 6, waiting for rank 1"
+    assert (finding.measure, finding.when) == (f"no progress for 22 s, until {number}", "00:01:28 to 00:01:50 UTC")
+    assert (finding.buckets, finding.parameters, finding.where) == ([0], ["head.weight"], "bucket 0.0: head.weight")
+    facts = facts_of(HangFacts, finding)
+    assert (facts.kind, facts.began_ns, facts.ended_ns) == ("absent", 88 * S, 110 * S)
+    assert (facts.stacks[1], facts.threads) == (["a.py:3 f"], {1: WRITER})
+
+
+def test_a_rank_that_the_kernel_killed_while_it_was_waited_for_crashed() -> None:
+    judged = ended_in_hang("died", signal="SIGKILL", oom_kills=1)
+    assert only(crash(judged)).cause == "its host ran out of memory"
+
+
+def test_a_stuck_pulse_of_an_earlier_hang_is_no_hang_at_the_end() -> None:
+    judged = ended_in_hang("terminated", signal="SIGTERM")
+    earlier = {rank: msgspec.structs.replace(pulse, at_ns=60 * S) for rank, pulse in judged.stuck_pulses.items()}
+    assert hang(replace(judged, stuck_pulses=earlier)) == []
+
+
 def failed(rank: int, error: str, message: str, wall_s: int, **facts: Any) -> tuple[int, wire.Event]:
     detail = {"error": error, "message": message, "wall_ns": wall_s * S, "phase": "forward", "bucket": -1, **facts}
     return rank, wire.Event(kind="failed", at_ns=0, step=6, detail=detail)
