@@ -51,8 +51,9 @@ def _fill(connection: Connection, revision: str) -> None:
         of_module = {} if revision < "0004" else {"module": rank, "names": rank}
         insert(connection, "unused", **key, seq=0, position=0, body=body, **of_module)
         insert(connection, "rollups", **key, step_window=0, steps=10, wall_ns=10**9, **dict.fromkeys(WINDOW, 5))
+        moving = {"moving_ns": 2} if revision >= "0013" else {}
         counts = {f"straggler_{phase}": 1 for phase in wire.OWN_PHASES}
-        insert(connection, "peer_totals", **key, rank=rank, steps=10, delay_ns=3, wait_ns=4, **counts)
+        insert(connection, "peer_totals", **key, rank=rank, steps=10, delay_ns=3, wait_ns=4, **moving, **counts)
         layout: dict[str, Any] = key | {"module": 0, "revision": 1}
         if revision >= "0005":
             sums = np.array([[0, 1], [10, 10], [10 + rank] * 2, [2**40] * 2, [0, 1]], "<f8")
