@@ -28,6 +28,7 @@ class AccountPart(TypedDict):
     hours: Annotated[float, doc("Hours of the part, in `unit`.")]
     cost: Annotated[float | None, doc("Cost at the price of an hour; null without a price.")]
     is_goodput: Annotated[bool, doc("Whether the part counts as goodput.")]
+    is_lost: Annotated[bool, doc("Whether the part counts as lost.")]
 
 
 class AccountRank(TypedDict):
@@ -49,7 +50,7 @@ class AccountTotal(TypedDict):
     wall_ns: Annotated[int | None, doc("Wall time, in nanoseconds; null if it is not known.")]
     rank_ns: RankNs
     goodput: Goodput
-    lost_hours: Annotated[float, doc("Hours that are no goodput, in `unit`.")]
+    lost_hours: Annotated[float, doc("Hours of the parts that are lost, in `unit`.")]
     lost_cost: Annotated[float | None, doc("Cost of the lost hours; null without a price.")]
     parts: Annotated[list[AccountPart], doc("Parts that add up to `rank_ns`.")]
 

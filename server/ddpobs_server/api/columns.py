@@ -41,6 +41,9 @@ _BINS = {
     for name, time in [("wall", "wall time"), *((phase, f"time in the phase {phase}") for phase in wire.PHASES)]
     for kind, word in {"min": "Minimum", "median": "Median", "max": "Maximum"}.items()
 }
+_BINS["waiting_median_ns"] = (
+    "Median wait for later ranks in a step, a part of exposed communication, in nanoseconds; only with `points`."
+)
 _ALIGNED = {
     f"aligned_{name}_ns": f"{text} on the lowest rank's clock, in nanoseconds."
     for name, text in {"ready": "Readiness", "launched": "Hand-over", "done": "End"}.items()

@@ -1,6 +1,6 @@
-"""Colours of the pictures: each means one thing in all of them. The phases' colours are in `run.css` as well.
+"""Colours of the pictures: each means one thing in all of them. Those of a step's parts are in `style.css` as well.
 
-Source of the phases' colours: M. Okabe and K. Ito, "Color Universal Design", 2008.
+Source of the colours of a step's parts: M. Okabe and K. Ito, "Color Universal Design", 2008.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from bokeh.palettes import Magma256
 
 from ddpobs_server.figures.selection import Selection
 
-PHASE_COLORS = {
+PART_COLORS = {
     "data": "#e69f00",
     "forward": "#56b4e9",
     "backward": "#0072b2",
+    "waiting": "#f0e442",
     "exposed_comm": "#d55e00",
     "optimizer": "#009e73",
     "other": "#a8b0b9",
 }
-PHASE_TITLES = {
+"""Colour of each of `STEP_PARTS`."""
+PART_TITLES = {
     "data": "data",
     "forward": "forward",
     "backward": "backward",
-    "exposed_comm": "exposed communication",
+    "waiting": "waiting for ranks",
+    "exposed_comm": "moving data",
     "optimizer": "optimizer",
     "other": "other",
 }
-COMPUTE, MOVING = PHASE_COLORS["backward"], PHASE_COLORS["exposed_comm"]
-WAITING_STYLE = {
-    "fill_color": "#f3bf9b",
-    "hatch_pattern": "right_diagonal_line",
-    "hatch_color": MOVING,
-    "hatch_alpha": 0.6,
-}
-SPREAD = PHASE_COLORS["forward"]
+HATCHES = {"waiting": {"hatch_pattern": "right_diagonal_line", "hatch_color": "#5c5300", "hatch_alpha": 0.45}}
+"""Hatch of a part that its colour alone would not tell from the others."""
+COMPUTE, MOVING = PART_COLORS["backward"], PART_COLORS["exposed_comm"]
+WAITING_STYLE = {"fill_color": PART_COLORS["waiting"], **HATCHES["waiting"]}
+SPREAD = PART_COLORS["forward"]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddpobs_server.analysis.account.parts import PARTS, TITLES, group_of, is_productive
+from ddpobs_server.analysis.account.parts import PARTS, TITLES, group_of, is_lost, is_productive
 from ddpobs_server.analysis.account.rank_account import Process
 from ddpobs_server.analysis.account.run_account import AttemptAccount, Launch, Total, account_of
 from ddpobs_server.reports.liveness import world_size_of
@@ -72,11 +72,12 @@ def _latest(attempts: Sequence[AttemptSummary]) -> list[AttemptSummary]:
     return covered[::-1]
 
 
-def launch_of(attempt: Attempt, sources: Sequence[Source]) -> Launch:
+def _launch_of(attempt: Attempt, sources: Sequence[Source], moving_ns: Mapping[int, float]) -> Launch:
     """Return an attempt as the account's input."""
     ranks = {source.rank for source in sources if source.ended == "finished"}
     world_size = world_size_of(list(sources))
-    return Launch(attempt.attempt, attempt.ordinal, world_size, processes_of(sources), len(ranks) == world_size)
+    is_completed = len(ranks) == world_size
+    return Launch(attempt.attempt, attempt.ordinal, world_size, processes_of(sources), is_completed, moving_ns)
 
 
 def launches_of(
@@ -85,7 +86,10 @@ def launches_of(
     """Return attempts of a run, oldest first; `sources` are those that were read already, by attempt."""
     unread = [attempt.attempt for attempt in attempts if attempt.attempt not in sources]
     by_attempt = {**sources, **(store.sources_of_attempts(run, unread) if unread else {})}
-    return [launch_of(attempt, by_attempt[attempt.attempt]) for attempt in attempts]
+    moving_ns = store.moving_ns_a_step(run, [attempt.attempt for attempt in attempts])
+    return [
+        _launch_of(attempt, by_attempt[attempt.attempt], moving_ns.get(attempt.attempt, {})) for attempt in attempts
+    ]
 
 
 def account_json(store: Store, run: str, attempt: str, price: float | None) -> dict[str, Any]:
@@ -129,7 +133,7 @@ def account_json(store: Store, run: str, attempt: str, price: float | None) -> d
 
 
 def _total_json(total: Total, price: float | None) -> dict[str, Any]:
-    lost_ns = sum(ns for part, ns in total.parts.items() if not is_productive(part))
+    lost_ns = sum(ns for part, ns in total.parts.items() if is_lost(part))
     return {
         "began_ns": total.began_ns or None,
         "until_ns": total.until_ns or None,
@@ -148,6 +152,7 @@ def _total_json(total: Total, price: float | None) -> dict[str, Any]:
                 "hours": total.parts[part] / _NS_PER_HOUR,
                 "cost": None if price is None else total.parts[part] / _NS_PER_HOUR * price,
                 "is_goodput": is_productive(part),
+                "is_lost": is_lost(part),
             }
             for part in PARTS
             if part in total.parts

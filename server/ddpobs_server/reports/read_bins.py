@@ -60,6 +60,7 @@ class AttemptBins:
     def read(self, level: int, numbers: tuple[int, int], shown: Shown) -> StepBins:
         """Return bins of a level, by their first and last number."""
         number, table = self.store.read_step_bins(self.run, self.attempt, level, numbers, blocks=shown.blocks)
+        table = np.pad(table, ((0, len(NAMES) - len(table)), (0, 0)))  # Bins of earlier versions have fewer columns.
         bins = StepBins(number, table) if len(number) else StepBins.concat([])
         rank = bins.column("rank")
         if shown.over:
@@ -112,9 +113,12 @@ def _level_of(steps_per_bin: int) -> tuple[int, int]:
 
 
 def _from_columns(attempt: AttemptBins, bounds: tuple[int, int], steps_per_bin: int, shown: Shown) -> StepBins:
-    rows = attempt.store.steps(attempt.run, attempt.attempt, shown.rank, *bounds)
+    # All ranks are read for one, too: its waiting is known from the others.
+    rows = attempt.store.steps(attempt.run, attempt.attempt, None, *bounds)
     bins = bins_of_steps(*rows, steps_per_bin, compared=False)
-    return over_ranks(bins) if shown.over else bins.in_order()
+    if shown.over:
+        return over_ranks(bins)
+    return (bins if shown.rank is None else bins.select(bins.column("rank") == shown.rank)).in_order()
 
 
 def read_lateness(attempt: AttemptBins, bounds: tuple[int, int], ranks: int) -> LatenessBins | None:

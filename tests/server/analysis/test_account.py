@@ -83,6 +83,26 @@ def test_a_rank_that_waits_in_its_step_for_a_checkpoint_of_another_has_no_expose
     assert attempt.goodput == 0.5
 
 
+def test_exposed_communication_is_waiting_as_far_as_no_data_moved() -> None:
+    exposed = {0: 50, 1: 10}
+    fast, slow = (
+        process(rank, phases_ns=phases(backward=60 - s, exposed_comm=s), steps=10) for rank, s in exposed.items()
+    )
+    measured = replace(launch(fast, slow), moving_ns={0: 0.5 * S, 1: 0.5 * S})
+    (attempt,) = account_of([measured]).attempts
+    assert [attempt.by_rank[rank].get("waiting_for_ranks", 0) / S for rank in (0, 1)] == [45, 5]
+    assert [attempt.by_rank[rank]["exposed_comm"] / S for rank in (0, 1)] == [5, 5]
+    (unmeasured,) = account_of([launch(fast, slow)]).attempts
+    assert [unmeasured.by_rank[rank].get("waiting_for_ranks", 0) / S for rank in (0, 1)] == [40, 0]
+    assert unmeasured.goodput == attempt.goodput == 0.6
+
+
+def test_waiting_for_a_rank_without_telemetry_is_not_told_from_moving_data() -> None:
+    ranks = [process(rank, phases_ns=phases(exposed_comm=s), steps=10) for rank, s in ((0, 50), (1, 10))]
+    (attempt,) = account_of([launch(*ranks, size=3)]).attempts
+    assert "waiting_for_ranks" not in attempt.parts
+
+
 def test_steps_after_the_last_checkpoint_of_a_failed_attempt_are_repeated() -> None:
     fields: dict[str, Any] = {"phases_ns": phases(backward=80), "steps": 100, "checkpoint_step": 75}
     first = launch(process(0, **fields), completed=False, size=1)

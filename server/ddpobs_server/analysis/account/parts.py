@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ddpobs import wire
-
 START_UP = ("import", "model", "prepare", "start_waiting", "first_batch", "compile")
-STEPS = wire.PHASES
+WAITING = "waiting_for_ranks"
+"""The part of exposed communication in which a rank waits for later ranks; in the rest data moves."""
+STEPS = ("data", "forward", "backward", WAITING, "exposed_comm", "optimizer", "other")
 OUTSIDE = ("evaluation", "checkpoint", "waiting", "waiting_in_steps", "unexplained")
 RESTARTS = ("restart", "repeated_steps")
 REST = ("open_step", "stuck", "unfinished_step", "finish", "idle", "unrecorded", "not_known")
@@ -26,7 +26,8 @@ TITLES = {
     "data": "steps: waiting for data",
     "forward": "steps: forward",
     "backward": "steps: backward",
-    "exposed_comm": "steps: exposed communication",
+    WAITING: "steps: waiting for ranks",
+    "exposed_comm": "steps: moving data",
     "optimizer": "steps: optimizer",
     "other": "steps: other",
     "open_step": "the step under way",
@@ -51,6 +52,7 @@ TITLES = {
     "not_known": "not known",
 }
 _PRODUCTIVE = {*STEPS, "open_step"}
+_LOST_IN_STEPS = {WAITING, "exposed_comm"}
 Parts = dict[str, int]
 """Nanoseconds by part; parts without time are left out."""
 
@@ -63,6 +65,11 @@ def group_of(part: str) -> str:
 def is_productive(part: str) -> bool:
     """Whether the part counts as goodput."""
     return part in _PRODUCTIVE
+
+
+def is_lost(part: str) -> bool:
+    """Whether the part counts as lost: all time outside of steps, and waiting and moving in steps."""
+    return part not in _PRODUCTIVE or part in _LOST_IN_STEPS
 
 
 def added(all_parts: Iterable[Mapping[str, int]]) -> Parts:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpobs import wire
-from ddpobs_server.analysis.account.parts import PARTS, Parts, added
+from ddpobs_server.analysis.account.parts import PARTS, WAITING, Parts, added
 
 _OUTSIDE_KINDS = {
     "evaluation": "evaluation",
@@ -143,6 +143,22 @@ def attribute_waits(by_rank: dict[int, Parts]) -> None:
         if wait_ns > 0:
             parts["exposed_comm"] = exposed_ns - wait_ns
             parts["waiting_in_steps"] = wait_ns
+
+
+def split_communication(by_rank: Mapping[int, Parts], moving_ns: Mapping[int, float]) -> None:
+    """Divide the ranks' exposed communication into waiting for later ranks and moving data.
+
+    Args:
+        by_rank: Parts of each rank, which are changed.
+        moving_ns: Time in which data moved, by rank, as the ranks measured it. A rank without it moved data for as long
+            as the rank with the least exposed communication: that is at most too long if ranks are late in turn.
+    """
+    least_ns = min((parts.get("exposed_comm", 0) for parts in by_rank.values()), default=0)
+    for rank, parts in by_rank.items():
+        exposed_ns = parts.get("exposed_comm", 0)
+        waiting_ns = max(0, exposed_ns - round(moving_ns.get(rank, least_ns)))
+        if waiting_ns > 0:
+            parts["exposed_comm"], parts[WAITING] = exposed_ns - waiting_ns, waiting_ns
 
 
 def _outside_ns(parts: Parts) -> int:

@@ -11,13 +11,18 @@ training: ML Productivity Goodput" (Google Cloud, 2024), there called productive
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from statistics import median_low
 
 from ddpobs_server.analysis.account.parts import Parts, added, group_of, is_productive
-from ddpobs_server.analysis.account.rank_account import Process, attribute_waits, parts_of_rank
+from ddpobs_server.analysis.account.rank_account import (
+    Process,
+    attribute_waits,
+    parts_of_rank,
+    split_communication,
+)
 
 _CLOCK_ERROR_NS = 60 * 10**9
 """Maximum difference between the times at which two ranks are ready that is not an error of their wall clocks."""
@@ -33,6 +38,7 @@ class Launch:
         world_size: Number of ranks.
         processes: Its processes.
         completed: All its ranks ended in order: a later attempt repeats none of its steps.
+        moving_ns: Mean time of a step in which data moved and the rank did not wait, by rank, where it is known.
     """
 
     attempt: str
@@ -40,6 +46,7 @@ class Launch:
     world_size: int
     processes: Sequence[Process]
     completed: bool = True
+    moving_ns: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -145,6 +152,8 @@ def _attempt(launch: Launch, *, is_last: bool) -> AttemptAccount:
     kept_steps = _kept_steps(launch, processes, is_last=is_last)
     by_rank = {rank: parts_of_rank(reporting[rank], window_ns, kept_steps) for rank in sorted(reporting)}
     attribute_waits(by_rank)
+    if len(by_rank) >= launch.world_size:  # Waiting for a rank without telemetry looks like moving data.
+        split_communication(by_rank, _moving_ns(launch, reporting, kept_steps))
     ranks = max(launch.world_size, len(by_rank) + len(missing))
     sums = added([*by_rank.values(), {"not_known": window_ns * (ranks - len(by_rank))}])
     steps = max((process.account.steps for process in processes if process.account), default=0)
@@ -160,6 +169,13 @@ def _attempt(launch: Launch, *, is_last: bool) -> AttemptAccount:
         by_rank=by_rank,
         missing=missing,
     )
+
+
+def _moving_ns(launch: Launch, reporting: Mapping[int, Sequence[Process]], kept_steps: int | None) -> dict[int, float]:
+    """Return the time in which data moved in the steps that no later attempt repeated, by rank, where it is known."""
+    steps = {rank: sum(p.account.steps for p in processes if p.account) for rank, processes in reporting.items()}
+    kept = {rank: count if kept_steps is None else min(count, kept_steps) for rank, count in steps.items()}
+    return {rank: ns * kept[rank] for rank, ns in launch.moving_ns.items() if rank in kept}
 
 
 def _with_common_clock(processes: Sequence[Process]) -> list[Process]:

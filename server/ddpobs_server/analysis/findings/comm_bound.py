@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ddpobs.shared.delay import moving
 from ddpobs.shared.words import format_ranks, percent
 from ddpobs_server.analysis.communication import link_model
 from ddpobs_server.analysis.communication.processors import Shortage, shortage
@@ -144,8 +145,7 @@ def _unsplit_reasons(evidence: Evidence) -> list[str]:
 def mean_times(evidence: Evidence) -> _Times:
     """Return the steps' mean times.
 
-    The last rank to arrive waits for none, so the least exposed time over the ranks holds no waiting. No step counts
-    for more than a few median steps.
+    No step counts for more than a few median steps.
     """
     joined = evidence.joined
     weights = step_weights(joined.window_ns)
@@ -153,7 +153,7 @@ def mean_times(evidence: Evidence) -> _Times:
     def mean(times_ns: Floats) -> float:
         return float(np.average(times_ns, weights=weights))
 
-    return _Times(mean(joined.exposed_ns.mean(axis=1)), mean(joined.exposed_ns.min(axis=1)), mean(joined.step_ns))
+    return _Times(mean(joined.exposed_ns.mean(axis=1)), mean(moving(joined.exposed_ns)), mean(joined.step_ns))
 
 
 def _kind(evidence: Evidence, replay: Replay | str) -> _Kind:

@@ -16,22 +16,29 @@ import numpy as np
 from ddpobs import wire
 from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins, bins_from
 from ddpobs_server.analysis.steps.joined_steps import Floats, index_ranks, join
+from ddpobs_server.analysis.steps.waiting import waiting_ns
 
 TIMES = ("wall", *wire.PHASES)
 _MIN, _MEDIAN, _MAX = (tuple(f"{name}_{kind}_ns" for name in TIMES) for kind in ("min", "median", "max"))
 _LATENESS = ("compared", "time_ns", "late", "cost_ns", "lost_ns", *(f"late_{phase}_ns" for phase in wire.OWN_PHASES))
-NAMES = ("rank", "first", "last", "steps", "began_ns", "ended_ns", *_MIN, *_MEDIAN, *_MAX, *_LATENESS, "excess_ns")
+_WAITING = "waiting_median_ns"
+NAMES = (
+    *("rank", "first", "last", "steps", "began_ns", "ended_ns"),
+    *(*_MIN, *_MEDIAN, *_MAX, *_LATENESS, "excess_ns"),
+    _WAITING,
+)
 """Columns of a bin: `first`, `last`, `steps`, `began_ns` and `ended_ns` of the rank's own steps, on its own clock.
 
-`compared` and after it are about the steps in which all ranks were compared, as in `LatenessBins`."""
-SHOWN = NAMES[: NAMES.index("compared")]
+`compared` to `excess_ns` are about the steps in which all ranks were compared, as in `LatenessBins`. The waiting is the
+part of `exposed_comm` in which the rank waits for later ranks. Bins from before this column existed have 0 in it."""
+SHOWN = (*NAMES[: NAMES.index("compared")], _WAITING)
 COMPARED = ("rank", "first", "last", *_LATENESS, "excess_ns")
 """The columns that `lateness_of` reads."""
 ALL_RANKS = -1
 """The rank of a row over all ranks: the least, the median of medians, and the most of any rank."""
 _INDEX = {name: row for row, name in enumerate(NAMES)}
 _EARLIEST, _LATEST = [_INDEX["first"], *(_INDEX[n] for n in _MIN)], [_INDEX["last"], *(_INDEX[n] for n in _MAX)]
-_TYPICAL = [*(_INDEX[name] for name in _MEDIAN), _INDEX["excess_ns"]]
+_TYPICAL = [_INDEX[name] for name in (*_MEDIAN, "excess_ns", _WAITING)]
 _SUMMED = [_INDEX["steps"], *(_INDEX[name] for name in _LATENESS)]
 
 
@@ -93,6 +100,7 @@ def bins_of_steps(rank: wire.Ints, steps: wire.Steps, width: int, *, compared: b
         kinds = (_MIN, _MEDIAN, _MAX)
         for kind, column in zip(kinds, _order_statistics(values[order], begins, counts), strict=True):
             table[_INDEX[kind[row]]] = column
+    table[_INDEX[_WAITING]] = _order_statistics(waiting_ns(steps)[order], begins, counts)[1]
     firsts, lasts = order[begins], order[begins + counts - 1]
     own = {
         "rank": rank[firsts],

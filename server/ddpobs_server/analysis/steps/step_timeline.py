@@ -12,6 +12,7 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs_server.analysis.steps.clock_alignment import align, collectives_of
+from ddpobs_server.analysis.steps.waiting import parts_ns
 
 _INDEX_BITS = 20
 Rows = tuple[wire.Ints, wire.Steps]
@@ -20,7 +21,7 @@ SpanRows = tuple[wire.Ints, wire.Spans]
 
 @dataclass(frozen=True)
 class Phases:
-    """Phases of steps, all times on the lowest rank's clock; shape [rows]."""
+    """Phases of steps, all times on the lowest rank's clock; `phase` indexes `STEP_PARTS`; shape [rows]."""
 
     rank: wire.Ints
     phase: wire.Ints
@@ -75,7 +76,7 @@ class BucketSpans:
 def phases_of(rows: Rows, offsets: dict[int, int]) -> Phases:
     """Return the phases of each row one after another: a step records their durations, not their starts."""
     rank, steps = rows
-    durations = np.stack([getattr(steps, f"{phase}_ns") for phase in wire.PHASES], axis=1)
+    durations = parts_ns(steps)
     start_ns = align(rank, offsets, steps.start_ns) if len(rank) else steps.start_ns
     ended_ns = start_ns[:, None] + np.cumsum(durations, axis=1)
     row, phase = cells = np.nonzero(durations > 0)

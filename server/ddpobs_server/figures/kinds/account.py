@@ -9,13 +9,13 @@ import numpy as np
 from bokeh.models import ColumnDataSource, PrintfTickFormatter, Range1d
 from bokeh.plotting import figure
 
-from ddpobs import wire
 from ddpobs.shared.words import percent
+from ddpobs_server.analysis.account.parts import WAITING
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_plot
 from ddpobs_server.figures.figure_data import FigureData
 from ddpobs_server.figures.picture import Picture, milliseconds
 from ddpobs_server.figures.selection import Selection
-from ddpobs_server.figures.theme import PHASE_COLORS, PHASE_TITLES, Theme, theme_of
+from ddpobs_server.figures.theme import HATCHES, PART_COLORS, PART_TITLES, Theme, theme_of
 
 NAME, TITLE = "account", "Where the time went"
 PLACE, SELECTION = 1, ()
@@ -63,8 +63,8 @@ def _draw(parts: Sequence[Mapping[str, Any]], theme: Theme) -> figure:
     plot.xaxis.axis_label = "% of the ranks' wall time"
     plot.xaxis.formatter = PrintfTickFormatter(format="%.6g %%")
     left, glyphs = 0.0, []
-    for label, color, hatch in dict.fromkeys(map(_style, parts)):
-        own = [part for part in parts if _style(part)[0] == label]
+    for label in dict.fromkeys(_label(part) for part in parts):
+        own = [part for part in parts if _label(part) == label]
         shares = np.array([100 * part["share"] for part in own])
         ends = left + np.cumsum(shares)
         left = float(ends[-1])
@@ -75,8 +75,7 @@ def _draw(parts: Sequence[Mapping[str, Any]], theme: Theme) -> figure:
             "share": shares,
             "time": [milliseconds(part["rank_ns"]) for part in own],
         }
-        style = {"fill_color": color, "hatch_pattern": hatch, "hatch_color": theme.ink, "hatch_alpha": 0.35}
-        style |= {"legend_label": label, "line_color": theme.paper}
+        style = _style(own[0], theme) | {"legend_label": label, "line_color": theme.paper}
         glyphs.append(add_quads(plot, ColumnDataSource(data), ("left", "right", 1.0, 0.1), **style))
     add_hover(plot, glyphs, ("part", "@title"), ("share", "@share{0.0} %"), ("time of all ranks", "@time"))
     add_legend(plot, theme)
@@ -84,9 +83,20 @@ def _draw(parts: Sequence[Mapping[str, Any]], theme: Theme) -> figure:
     return plot
 
 
-def _style(part: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return label, colour and hatch of a part: phases have their own colours, the other parts their group's."""
-    if part["part"] in wire.PHASES:
-        return PHASE_TITLES[part["part"]], PHASE_COLORS[part["part"]], " "
-    label, color, hatch = GROUPS[part["group"]]
-    return label, color or "#94a3b8", hatch
+def _step_part(part: Mapping[str, Any]) -> str:
+    """Return the name of a part of a step; empty for a part outside of steps."""
+    name = "waiting" if part["part"] == WAITING else str(part["part"])
+    return name if part["group"] == "steps" and name in PART_TITLES else ""
+
+
+def _label(part: Mapping[str, Any]) -> str:
+    return PART_TITLES[name] if (name := _step_part(part)) else GROUPS[part["group"]][0]
+
+
+def _style(part: Mapping[str, Any], theme: Theme) -> dict[str, Any]:
+    """Return the style of a part: parts of steps have their own colours, the other parts their group's."""
+    if name := _step_part(part):
+        return {"fill_color": PART_COLORS[name], **HATCHES.get(name, {})}
+    _, color, hatch = GROUPS[part["group"]]
+    style = {"hatch_pattern": hatch, "hatch_color": theme.ink, "hatch_alpha": 0.35}
+    return {"fill_color": color or "#94a3b8", **style}

@@ -17,7 +17,7 @@ from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_
 from ddpobs_server.figures.figure_data import Buckets, FigureData
 from ddpobs_server.figures.picture import Picture, milliseconds, size_text
 from ddpobs_server.figures.selection import Selection
-from ddpobs_server.figures.theme import COMPUTE, MOVING, WAITING_STYLE, Theme, theme_of
+from ddpobs_server.figures.theme import COMPUTE, MOVING, PART_TITLES, WAITING_STYLE, Theme, theme_of
 
 NAME, TITLE = "buckets", "Buckets"
 PLACE, SELECTION = 6, ("from", "to")
@@ -28,8 +28,8 @@ BAR = "bucket"
 """Name of the mark of the selected bucket."""
 _STYLES: tuple[tuple[tuple[str, str, str, str | float], dict[str, Any]], ...] = (
     (("left", "middle", "compute", 0), {"fill_color": COMPUTE, "legend_label": "gradient computation"}),
-    (("middle", "right", "move", 0), {"fill_color": MOVING, "legend_label": "all-reduce: moving"}),
-    (("middle", "right", "end", "move"), WAITING_STYLE | {"legend_label": "all-reduce: waiting"}),
+    (("middle", "right", "move", 0), {"fill_color": MOVING, "legend_label": PART_TITLES["exposed_comm"]}),
+    (("middle", "right", "end", "move"), WAITING_STYLE | {"legend_label": PART_TITLES["waiting"]}),
 )
 _TOOLTIPS = (
     ("bucket", "@label, @size"),

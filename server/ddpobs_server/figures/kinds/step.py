@@ -22,11 +22,21 @@ from bokeh.plotting import figure
 from ddpobs import wire
 from ddpobs.shared.words import bucket_name, format_ranks
 from ddpobs_server.analysis.steps.step_timeline import BucketSpans
+from ddpobs_server.analysis.steps.waiting import STEP_PARTS
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_plot
 from ddpobs_server.figures.figure_data import Buckets, FigureData
 from ddpobs_server.figures.picture import Picture, milliseconds, size_text
 from ddpobs_server.figures.selection import RankFilter, Selection
-from ddpobs_server.figures.theme import COMPUTE, MOVING, PHASE_COLORS, PHASE_TITLES, WAITING_STYLE, Theme, theme_of
+from ddpobs_server.figures.theme import (
+    COMPUTE,
+    HATCHES,
+    MOVING,
+    PART_COLORS,
+    PART_TITLES,
+    WAITING_STYLE,
+    Theme,
+    theme_of,
+)
 from ddpobs_server.reports.views import StepTimeline
 
 NAME, TITLE = "step", "One step"
@@ -100,7 +110,7 @@ def step(timeline: StepTimeline, ranks: list[int], buckets: Buckets, theme: Them
         summary += f" No data of {format_ranks(absent)}."
     rows = [(rank, *(milliseconds(phase_ns) for phase_ns in _phase_sums(timeline, rank))) for rank in drawn]
     facts = {"step": timeline.step, "ranks": drawn, "late_rank": late_rank}
-    return Picture(NAME, TITLE, summary, plot, ("rank", *PHASE_TITLES.values()), rows, facts)
+    return Picture(NAME, TITLE, summary, plot, ("rank", *(PART_TITLES[part] for part in STEP_PARTS)), rows, facts)
 
 
 def _starts(timeline: StepTimeline) -> list[tuple[wire.Ints, wire.Ints]]:
@@ -110,7 +120,7 @@ def _starts(timeline: StepTimeline) -> list[tuple[wire.Ints, wire.Ints]]:
 def _phase_sums(timeline: StepTimeline, rank: int) -> list[int]:
     own = timeline.phases.rank == rank
     durations = (timeline.phases.ended_ns - timeline.phases.began_ns)[own]
-    return np.bincount(timeline.phases.phase[own], durations, len(wire.PHASES)).astype(np.int64).tolist()  # type: ignore[no-any-return]
+    return np.bincount(timeline.phases.phase[own], durations, len(STEP_PARTS)).astype(np.int64).tolist()  # type: ignore[no-any-return]
 
 
 def _plot(drawn: list[int], theme: Theme) -> figure:
@@ -138,12 +148,12 @@ def _plot(drawn: list[int], theme: Theme) -> figure:
 def _draw_phases(plot: figure, timeline: StepTimeline, rows_of: Rows, theme: Theme) -> float:
     phases, (row, origin) = timeline.phases, rows_of
     end, glyphs = 0.0, []
-    for index, phase in enumerate(wire.PHASES):
+    for index, phase in enumerate(STEP_PARTS):
         rows = np.flatnonzero(np.isin(phases.rank, list(row)) & (phases.phase == index))
         began, ended = (phases.began_ns[rows] - origin) / 1e6, (phases.ended_ns[rows] - origin) / 1e6
-        times = {"left": began, "right": ended, "ms": ended - began, "phase": [PHASE_TITLES[phase]] * len(rows)}
+        times = {"left": began, "right": ended, "ms": ended - began, "phase": [PART_TITLES[phase]] * len(rows)}
         source = ColumnDataSource(_lane(phases.rank[rows], row, "phase") | times)
-        style = {"fill_color": PHASE_COLORS[phase], "legend_label": PHASE_TITLES[phase]}
+        style = {"fill_color": PART_COLORS[phase], "legend_label": PART_TITLES[phase], **HATCHES.get(phase, {})}
         glyphs.append(add_quads(plot, source, _SIDES, line_color=theme.paper, line_width=0.5, **style))
         end = max(end, float(ended.max(initial=0.0)))
     add_hover(plot, glyphs, ("rank", "@rank"), ("phase", "@phase, @ms{0,0.000} ms"))
@@ -181,8 +191,8 @@ def _draw_spans(plot: figure, timeline: StepTimeline, rows_of: Rows, buckets: Bu
     ]
     styles: dict[str, dict[str, Any]] = {
         "compute": {"fill_color": COMPUTE, "legend_label": "gradient computation"},
-        "waiting": WAITING_STYLE | {"legend_label": "all-reduce: waiting"},
-        "moving": {"fill_color": MOVING, "legend_label": "all-reduce: moving"},
+        "waiting": WAITING_STYLE | {"legend_label": PART_TITLES["waiting"]},
+        "moving": {"fill_color": MOVING, "legend_label": PART_TITLES["exposed_comm"]},
     }
     glyphs = []
     for name, begin, end in _parts(timeline):

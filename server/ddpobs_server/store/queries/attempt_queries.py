@@ -93,6 +93,25 @@ def sources_of_attempts(connection: Connection, run: str, attempts: Sequence[str
     return by_attempt
 
 
+def moving_ns_a_step(connection: Connection, run: str, attempts: Sequence[str]) -> dict[str, dict[int, float]]:
+    """Mean exposed communication without waiting, in ns of a compared step, by attempt and rank.
+
+    Attempts of clients that do not measure it are left out.
+    """
+    s, p = schema.sources.c, schema.peer_totals.c
+    query = (
+        select(s.attempt, p.rank, float_sum(p.moving_ns), float_sum(p.steps))
+        .join(schema.peer_totals, (p.run_id == s.run_id) & (p.source == s.source))
+        .where(s.run_id == run, s.attempt.in_(attempts))
+        .group_by(s.attempt, p.rank)
+    )
+    result: dict[str, dict[int, float]] = {}
+    for attempt, rank, moving_ns, steps in connection.execute(query):
+        if moving_ns > 0 and steps > 0:
+            result.setdefault(attempt, {})[rank] = moving_ns / steps
+    return result
+
+
 def missing_batches(connection: Connection, run: str, attempt: str) -> dict[str, tuple[int, int]]:
     """(missing, sent) batches of each source that sent its goodbye, by gaps in its sequence numbers.
 

@@ -66,6 +66,9 @@ def step_bins(
         tables.append(planes)
     if not tables:
         return np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
+    most = max(planes.shape[1] for planes in tables)
+    # Earlier versions wrote fewer columns.
+    tables = [np.pad(planes, ((0, 0), (0, most - planes.shape[1]), (0, 0))) for planes in tables]
     table = np.ascontiguousarray(np.moveaxis(np.concatenate(tables, axis=2), 0, 2)).view(np.dtype("<i8"))[:, :, 0]
     bins, counts = np.array(lengths, np.int64).T
     return np.repeat(bins, counts), table.astype(np.int64, copy=False)
