@@ -14,6 +14,7 @@ import ddpobs
 from ddpobs import wire
 from ddpobs.export.identity import Envelope
 from ddpobs.shared.processors import format_processors
+from ddpobs.steps.compile_time import ReadCompilations
 from ddpobs.steps.raw_step import RawStep
 from ddpobs.steps.step_columns import RawSteps
 from ddpobs.steps.summary import Summariser, Summary
@@ -33,6 +34,7 @@ class BatchEncoder:
         on_steps: Receives each batch's steps.
         count_lost: Receives the number of records that could not be read.
         account: Returns the account of the process's wall time, with these steps and the time outside of them.
+        compilations: As for `Summariser`.
     """
 
     def __init__(
@@ -42,10 +44,12 @@ class BatchEncoder:
         on_steps: Callable[[wire.Steps], None],
         count_lost: Callable[[int], None],
         account: Callable[[Summary | None], wire.Account | None] = lambda _: None,
+        *,
+        compilations: ReadCompilations = lambda: None,
     ) -> None:
         self._hello, self._read_step = hello, read_step
         self._on_steps, self._count_lost, self._account = on_steps, count_lost, account
-        self._summariser = Summariser(_RESOLUTION_NS)
+        self._summariser = Summariser(_RESOLUTION_NS, compilations)
         self._layouts: dict[int, wire.Layout] = {}
         self._batches = 0
 

@@ -50,6 +50,20 @@ class StartUpWaits:
             self.longest_ns, self.place = took_ns, place[:_MAX_NAME]
 
 
+class Recompilation(NamedTuple):
+    """A compilation of a function that had been compiled before.
+
+    Attributes:
+        began_ns: Its begin on the monotonic clock.
+        place: The function: `train.py:12 forward`.
+        reason: The guard that failed, as torch words it.
+    """
+
+    began_ns: int
+    place: str
+    reason: str
+
+
 class Piece(NamedTuple):
     """Time outside of steps; `kind` indexes `wire.OUTSIDE_KINDS`."""
 
@@ -119,16 +133,21 @@ class Account:
         self._last_step_ns: int | None = None
         self._last_step = wire.UNKNOWN
         self._steps = self._prepare_ns = self._first_batch_ns = self._between_ns = self._unrecorded_ns = 0
+        self._compiled_ns = [0] * len(wire.PHASES)
+        self._recompile_ns = 0
+        self._warm_ns: int | None = None
+        """Start of the first step in which a compilation is one in mid-run."""
         self._phases_ns = [0] * len(wire.PHASES)
         self._totals = [_Total() for _ in wire.OUTSIDE_KINDS]
         self._checkpoint_step = wire.UNKNOWN
 
-    def add(self, steps: wire.Steps, pieces: dict[int, list[Piece]]) -> None:
+    def add(self, steps: wire.Steps, pieces: dict[int, list[Piece]], compiled_ns: wire.Ints) -> None:
         """Add steps in order.
 
         Args:
             steps: The steps.
             pieces: Time outside of steps, by the index of the step that it precedes or interrupts.
+            compiled_ns: Time of the steps in torch.compile, by phase.
         """
         count = len(steps)
         if not count:
@@ -154,10 +173,26 @@ class Account:
         self._steps += count
         for index, phase in enumerate(wire.PHASES):
             self._phases_ns[index] += int(getattr(steps, f"{phase}_ns").sum())
+        self._add_compilations(steps, compiled_ns)
         self._last_step_ns, self._last_step = int(steps.end_ns[-1]), int(steps.step[-1])
 
-    def at(self, tail: Tail, compile_ns: int = 0) -> wire.Account:
-        """Return the account up to the end of `tail`, or of the last step if later steps are still on their way."""
+    def _add_compilations(self, steps: wire.Steps, phases_ns: wire.Ints) -> None:
+        for index, phase_ns in enumerate(phases_ns.tolist()):
+            self._compiled_ns[index] += phase_ns
+        later = steps.step >= wire.WARM_UP_STEPS
+        if self._warm_ns is None and later.any():
+            self._warm_ns = int(steps.start_ns[later][0])
+        self._recompile_ns += int(np.maximum(steps.compile_ns[later], 0).sum())
+
+    def at(self, tail: Tail, recompiled: Recompilation | None = None) -> wire.Account:
+        """Return the account up to the end of `tail`, or of the last step if later steps are still on their way.
+
+        Args:
+            tail: The time since the last step's end.
+            recompiled: The latest compilation for which torch gives a reason.
+        """
+        if recompiled is not None and (self._warm_ns is None or recompiled.began_ns < self._warm_ns):
+            recompiled = None
         totals = [total.copy() for total in self._totals]
         since_ns = self._start_up.ready_ns if self._last_step_ns is None else self._last_step_ns
         open_ns, between_ns, prepare_ns = 0, self._between_ns, self._prepare_ns
@@ -185,7 +220,11 @@ class Account:
             prepare_wait_ns=min(prepare_ns, self._after.total_ns),
             start_wait_place=max(self._before, self._after, key=lambda waits: waits.longest_ns).place,
             first_batch_ns=self._first_batch_ns,
-            compile_ns=compile_ns,
+            compile_ns=sum(self._compiled_ns),
+            compile_phases_ns=list(self._compiled_ns),
+            recompile_ns=min(self._recompile_ns, sum(self._compiled_ns)),
+            recompile_place=recompiled.place[:_MAX_NAME] if recompiled else "",
+            recompile_reason=recompiled.reason[:_MAX_NAME] if recompiled else "",
             outside=[
                 wire.Outside(kind=name, total_ns=total.total_ns, count=total.count, intervals=total.intervals)  # type: ignore[arg-type]
                 for name, total in zip(wire.OUTSIDE_KINDS, totals, strict=True)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ddpobs import wire
 from ddpobs.steps.account import Piece
+from ddpobs.steps.compile_time import CompilePieces, CompileTime, ReadCompilations
 from ddpobs.steps.counters import COUNTERS, NOT_READ, SELDOM_READ
 from ddpobs.steps.raw_step import BACKWARD, EXPOSED_COMM, FORWARD, NO_STEP, OTHER
 from ddpobs.steps.step_columns import RawSteps
@@ -35,7 +36,8 @@ _OWN = [wire.PHASES.index(phase) for phase in wire.OWN_PHASES]
 class Summary(NamedTuple):
     """Wire columns of steps, with their spans, other communication and sampled readiness.
 
-    `outside` has the time outside of steps, by the index of the step that it precedes or interrupts.
+    `outside` has the time outside of steps, by the index of the step that it precedes or interrupts. `compiled_ns` has
+    the steps' time in torch.compile by phase.
     """
 
     steps: wire.Steps
@@ -43,6 +45,7 @@ class Summary(NamedTuple):
     comms: wire.Comms
     readiness: list[wire.Readiness]
     outside: dict[int, list[Piece]]
+    compiled_ns: Ints
 
 
 class _Windows(NamedTuple):
@@ -82,10 +85,14 @@ class Summariser:
 
     Args:
         resolution_ns: Times are rounded down to multiples of it: meaningless digits would take most of the space.
+        compilations: Source of the compilations.
     """
 
-    def __init__(self, resolution_ns: int = 1) -> None:
+    def __init__(self, resolution_ns: int = 1, compilations: ReadCompilations = lambda: None) -> None:
         self._resolution_ns = resolution_ns
+        self._compile_time = CompileTime(compilations)
+        self._compiled_ns = 0
+        """Time in compilations since the last window."""
         self._origin_ns: int | None = None
         self._carried: tuple[Ints, Ints] = (_ints([]), _ints([]))
         self._totals: Ints = _ints(NOT_READ)
@@ -107,12 +114,15 @@ class Summariser:
         comm_rows, comms = self._comms(raws, numbers)
         span_windows, spans = self._spans(raws, numbers)
         windows = self._windows(raws, span_windows, spans, (comm_rows, comms))
+        pieces = self._compile_time.pieces(int(start_ns[0]), int(end_ns[-1]), windows.ready_ns)
         timeline = _timeline(
             np.append(self._carried[0], switches_ns),
             np.append(self._carried[1], phases),
             _blocked(comms, start_ns[comm_rows], end_ns[comm_rows]),
             windows,
+            pieces,
         )
+        compile_ns, compiled_ns = self._compiled(timeline, windows, pieces, len(numbers))
         phases_ns = timeline.between(start_ns, end_ns)
         own_ns, clean = self._own(timeline, windows, len(numbers))
         communicating = (
@@ -135,6 +145,7 @@ class Summariser:
             samples=_ints(raws.samples),
             elements=_ints(raws.elements),
             longest=_ints(raws.longest),
+            compile_ns=compile_ns,
             flags=wire.NO_ORIGIN * ~clean + wire.SYNCHRONISED * synchronised,
             **{f"{name}_ns": phases_ns[:, index] for index, name in enumerate(wire.PHASES)},
             **{f"own_{wire.PHASES[index]}_ns": np.where(clean, own_ns[:, index], wire.UNKNOWN) for index in _OWN},
@@ -143,7 +154,7 @@ class Summariser:
             **_message_waits(comm_rows, comms, len(numbers)),
         )
         readiness = [self._readiness(sample) for sample in raws.readiness]
-        return Summary(steps, spans, comms, readiness, _outside(raws))
+        return Summary(steps, spans, comms, readiness, _outside(raws), compiled_ns)
 
     def _times(self, times_ns: Sequence[int]) -> Ints:
         """Round nanoseconds down; a stamp that was not taken stays 0."""
@@ -234,6 +245,21 @@ class Summariser:
             self._carried = timeline.at_ns[since:], timeline.phase[since:]
         return own_ns, ~unclean
 
+    def _compiled(
+        self, timeline: _Timeline, windows: _Windows, pieces: CompilePieces | None, steps: int
+    ) -> tuple[Ints, Ints]:
+        """Time in compilations of each step's own time, shape [steps], and of the steps by phase."""
+        if pieces is None:
+            return np.full(steps, wire.UNKNOWN), np.zeros(_PHASES, np.int64)
+        phases_ns = timeline.between(pieces.begin_ns, pieces.end_ns)
+        by_window = np.zeros(len(windows.row) + 1, np.int64)
+        by_window[0] = self._compiled_ns
+        np.add.at(by_window, pieces.window, phases_ns.sum(axis=1))
+        self._compiled_ns = int(by_window[-1])
+        compile_ns = np.zeros(steps, np.int64)
+        np.add.at(compile_ns, windows.row, by_window[:-1])
+        return self._rounded(compile_ns), phases_ns.sum(axis=0)
+
     def _counted(self, raws: RawSteps, row: Ints, steps: int) -> dict[str, Ints]:
         """Increase of each counter since the previous synchronised backward, by name, shape [steps].
 
@@ -259,8 +285,12 @@ class Summariser:
         np.add.at(sums, row, increase[:, 1:])
         np.logical_and.at(all_known, row, recorded[:, 1:])
         counted = np.where(all_known, sums, wire.UNKNOWN)
-        rounded = np.where(counted < 0, counted, counted - counted % self._resolution_ns)
+        rounded = self._rounded(counted)
         return {name: (rounded if name.endswith("_ns") else counted)[:, index] for index, name in enumerate(COUNTERS)}
+
+    def _rounded(self, durations_ns: Ints) -> Ints:
+        """Round nanoseconds down; an unknown time stays unknown."""
+        return np.where(durations_ns < 0, durations_ns, durations_ns - durations_ns % self._resolution_ns)
 
     def _pipelined(self, raws: RawSteps, timeline: _Timeline, steps: int) -> dict[str, Ints]:
         """Time in pipelines' schedules, and its part in forward and backward, shape [steps]; `UNKNOWN` without one."""
@@ -323,7 +353,9 @@ def _until_ns(row: Ints, returned_ns: Ints, comm_row: Ints, comms: wire.Comms) -
     return until_ns
 
 
-def _timeline(switches_ns: Ints, phases: Ints, blocked: tuple[Ints, Ints], windows: _Windows) -> _Timeline:
+def _timeline(
+    switches_ns: Ints, phases: Ints, blocked: tuple[Ints, Ints], windows: _Windows, pieces: CompilePieces | None
+) -> _Timeline:
     """Overlay the switches' phases with exposed communication.
 
     Args:
@@ -331,8 +363,10 @@ def _timeline(switches_ns: Ints, phases: Ints, blocked: tuple[Ints, Ints], windo
         phases: Phase from each of them on.
         blocked: Begins and ends of blocking collectives, within steps.
         windows: After its last gradient, a backward is exposed communication until it is done, then `other`.
+        pieces: Pieces of compilations, whose bounds are piece boundaries too; None for none.
     """
-    at_ns = np.unique(np.concatenate([switches_ns, *blocked, windows.ready_ns, windows.done_ns]))
+    compiled = () if pieces is None else (pieces.begin_ns, pieces.end_ns)
+    at_ns = np.unique(np.concatenate([switches_ns, *blocked, windows.ready_ns, windows.done_ns, *compiled]))
     phase = phases[np.searchsorted(switches_ns, at_ns, side="right") - 1]
     if len(windows.row):
         window = np.searchsorted(windows.returned_ns, at_ns, side="right").clip(max=len(windows.row) - 1)

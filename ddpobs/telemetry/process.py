@@ -118,6 +118,7 @@ class Telemetry:
             self._rendezvous.add_steps,
             self._exporter.count_lost,
             self._flow.account_with,
+            compilations=self._flow.compilations.read,
         )
         with ExitStack() as undo:
             self._place = LastPlace(folder_of(config.spool) / FOLDER, source)

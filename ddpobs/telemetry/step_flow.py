@@ -9,7 +9,7 @@ from ddpobs import wire
 from ddpobs.clocks import Clock, Stamp
 from ddpobs.config import TelemetryConfig
 from ddpobs.never_raises import never_raises
-from ddpobs.recording.probes.start_up import compile_ns
+from ddpobs.recording.probes.compilations import Compilations
 from ddpobs.steps.account import Account, Piece, Tail
 from ddpobs.steps.raw_step import RawStep
 from ddpobs.steps.step_columns import RawSteps
@@ -29,6 +29,7 @@ class StepFlow:
         account: Where the process's wall time went until the first step.
 
     Attributes:
+        compilations: Compilations of torch.compile.
         finished: Training is over, without an error or an interrupt.
     """
 
@@ -38,6 +39,7 @@ class StepFlow:
         self._most_records = config.batch_spans / 4
         self._steps = RawSteps()
         self._tail = Tail(time.monotonic_ns())
+        self.compilations = Compilations(config.traceback)
         self.finished = False
 
     def add(self, raw: RawStep) -> None:
@@ -74,8 +76,8 @@ class StepFlow:
     def account_with(self, summary: Summary | None) -> wire.Account | None:
         """Return the account up to now, after these steps were added."""
         if summary is not None:
-            self._account.add(summary.steps, summary.outside)
-        return self._account.at(self._tail, compile_ns())
+            self._account.add(summary.steps, summary.outside, summary.compiled_ns)
+        return self._account.at(self._tail, self.compilations.latest)
 
     @never_raises
     def read(self, steps: RawSteps, raw: RawStep) -> bool:

@@ -8,6 +8,10 @@ import msgspec
 
 from ddpobs.wire.fields import UNKNOWN, Count, Name, Nanoseconds, Record, Total
 
+WARM_UP_STEPS = 10
+"""Steps at the start of a process in which torch.compile is at work in an ordinary run: for its first sizes, a second
+one, accumulation and the first evaluation."""
+
 
 class OutsideInterval(msgspec.Struct, frozen=True, array_like=True):
     """Steps and times between which `total_ns` were spent outside of steps, in one go or in several."""
@@ -56,7 +60,11 @@ class Account(Record, frozen=True, kw_only=True):
         prepare_wait_ns: Part of `prepare_ns` that is waits for other ranks.
         start_wait_place: Call and place in the code of the longest of these waits; empty without one.
         first_batch_ns: Time of the first step's data phase, which `phases_ns` contains.
-        compile_ns: Time in torch.compile since the start.
+        compile_ns: Time of these steps in torch.compile, which `phases_ns` contains.
+        compile_phases_ns: The same by phase; empty from older clients.
+        recompile_ns: Part of it in steps from number `WARM_UP_STEPS` on.
+        recompile_place: Function that was compiled anew last in them; empty if it is not known.
+        recompile_reason: Its guard that failed, as torch words it; empty if it is not known.
         outside: Time outside of steps, also before the first and after the last step.
         between_ns: Time between steps that nothing explains.
         unrecorded_ns: Time between steps with dropped steps in between.
@@ -80,6 +88,10 @@ class Account(Record, frozen=True, kw_only=True):
     start_wait_place: Name = ""
     first_batch_ns: Total = 0
     compile_ns: Total = 0
+    compile_phases_ns: Annotated[list[Total], msgspec.Meta(max_length=6)] = msgspec.field(default_factory=list)
+    recompile_ns: Total = 0
+    recompile_place: Name = ""
+    recompile_reason: Name = ""
     outside: Annotated[list[Outside], msgspec.Meta(max_length=8)] = msgspec.field(default_factory=list)
     between_ns: Total = 0
     unrecorded_ns: Total = 0

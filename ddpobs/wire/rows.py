@@ -67,6 +67,7 @@ class Steps(columns.Columns):
         computing_ns: Time in the phases forward and backward of a schedule; `UNKNOWN` without one.
         send_wait_ns: Time of waits until another rank took a message; `UNKNOWN` if not reported.
         receive_wait_ns: Time of waits for another rank's message; `UNKNOWN` if not reported.
+        compile_ns: Part of own time in torch.compile; `UNKNOWN` if not reported.
     """
 
     step: StepNumbers
@@ -102,6 +103,7 @@ class Steps(columns.Columns):
     computing_ns: DurationsOrUnknown = added_later(UNKNOWN)
     send_wait_ns: DurationsOrUnknown = added_later(UNKNOWN)
     receive_wait_ns: DurationsOrUnknown = added_later(UNKNOWN)
+    compile_ns: DurationsOrUnknown = added_later(UNKNOWN)
 
 
 class Spans(columns.Columns):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import inspect
 import re
@@ -190,6 +191,13 @@ def test_ours_has_every_public_member_of_torchs(theirs: type, ours: type) -> Non
     members = {name for name in dir(theirs) if not name.startswith(("__", "_pybind11"))} - of_construction
     assert len(members) > 5
     assert members <= set(dir(ours))
+
+
+def test_dynamo_keeps_its_latest_compilations_with_times_function_and_reason() -> None:
+    utils = importlib.import_module("torch._dynamo.utils")
+    needed = {"start_time_us", "end_time_us", "co_name", "co_filename", "co_firstlineno", "recompile_reason"}
+    assert {field.name for field in dataclasses.fields(utils.CompilationMetrics)} >= needed
+    assert isinstance(utils.get_compilation_metrics(), list)
 
 
 def test_torchs_pipelines_have_what_we_wrap_and_read() -> None:

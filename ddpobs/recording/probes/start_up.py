@@ -1,4 +1,4 @@
-"""Times of the process's start, and time in torch.compile."""
+"""Times of the process's start."""
 
 from __future__ import annotations
 
@@ -52,13 +52,3 @@ def process_started_ns() -> int | None:
         if age_ns >= 0:
             return time.monotonic_ns() - age_ns
     return None
-
-
-def compile_ns() -> int:
-    """Time that torch.compile has taken so far, forward and backward graphs together."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    if dynamo is None:
-        return 0
-    with suppress(Exception):  # A private module, which other versions of torch may lack.
-        return int(1e9 * dynamo.calculate_time_spent()["total_wall_time"])
-    return 0

@@ -31,6 +31,8 @@ accounts = st.builds(
     prepare_ns=TIMES,
     first_batch_ns=TIMES,
     compile_ns=TIMES,
+    compile_phases_ns=st.lists(TIMES, min_size=6, max_size=6) | st.just([]),
+    recompile_ns=TIMES,
     outside=st.lists(
         st.builds(
             wire.Outside,
@@ -101,6 +103,29 @@ def test_waiting_for_a_rank_without_telemetry_is_not_told_from_moving_data() -> 
     ranks = [process(rank, phases_ns=phases(exposed_comm=s), steps=10) for rank, s in ((0, 50), (1, 10))]
     (attempt,) = account_of([launch(*ranks, size=3)]).attempts
     assert "waiting_for_ranks" not in attempt.parts
+
+
+def test_a_compilation_in_mid_run_is_no_start_up_and_the_other_rank_waits_for_it() -> None:
+    compiled: dict[str, Any] = {
+        "compile_ns": 50 * S,
+        "compile_phases_ns": phases(forward=10, other=40),
+        "recompile_ns": 30 * S,
+    }
+    compiles = process(0, phases_ns=phases(forward=30, other=50), steps=100, **compiled)
+    waits = process(1, phases_ns=phases(forward=20, exposed_comm=40), steps=100)
+    (attempt,) = account_of([launch(compiles, waits)]).attempts
+    first, other = ({part: ns / S for part, ns in attempt.by_rank[rank].items()} for rank in (0, 1))
+    assert (first["recompile"], first["compile"], first["forward"], first["other"]) == (30, 20, 20, 10)
+    assert other["waiting_for_compile"] == 30
+    assert attempt.goodput == 0.3
+
+
+def test_an_older_client_reports_no_phases_of_its_compilations() -> None:
+    (attempt,) = account_of(
+        [launch(process(0, phases_ns=phases(forward=30, backward=20), compile_ns=35 * S), size=1)]
+    ).attempts
+    assert (seconds(attempt)["compile"], seconds(attempt)["backward"]) == (35, 15)
+    assert "forward" not in attempt.parts
 
 
 def test_steps_after_the_last_checkpoint_of_a_failed_attempt_are_repeated() -> None:

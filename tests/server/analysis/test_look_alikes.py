@@ -171,6 +171,16 @@ def data_on(*ranks: int) -> Evidence:
     return steps(slow(*((rank, "data", 120) for rank in ranks), ranks=4))
 
 
+def compiling(times: int) -> Evidence:
+    """Rank 1 compiles for 200 ms in this many steps of 200, from step 20 on."""
+    delays = np.zeros((200, 2))
+    delays[20 : 20 + 10 * times : 10, 1] = 200 * MS
+    own = slow()
+    own[:, :, wire.OWN_PHASES.index("forward")] += delays.astype(np.int64)
+    rank, known = columns(own)
+    return evidence_of(rank, with_columns(known, compile_ns=flat(delays)))
+
+
 PAIRS: dict[str, Pair] = {
     "accumulation-pays": Pair(lambda: accumulated(1), lambda: accumulated(4)),
     "bucket-order": Pair(
@@ -196,6 +206,7 @@ PAIRS: dict[str, Pair] = {
     "other-bound": Pair(lambda: looked_at("other", "log"), lambda: looked_at("other", "cuda")),
     "pipeline-imbalance": Pair(lambda: pipeline([16, 16, 48, 48]), lambda: pipeline([48, 48, 48, 49])),
     "processor-bound": Pair(lambda: waits(0, 1, 2, 3), lambda: waits(2)),
+    "recompilation": Pair(lambda: compiling(8), lambda: compiling(2)),
     "replicas-differ": Pair(lambda: fingerprints(1, 1, 2), lambda: fingerprints(2)),
     "scaling-loss": Pair(
         lambda: Run([50 * MB], [1.0]).evidence(), lambda: Run([50 * MB], [1.0]).evidence(absences={"silent": [1]})

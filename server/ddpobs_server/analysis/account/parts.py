@@ -8,13 +8,14 @@ START_UP = ("import", "model", "prepare", "start_waiting", "first_batch", "compi
 WAITING = "waiting_for_ranks"
 """The part of exposed communication in which a rank waits for later ranks; in the rest data moves."""
 STEPS = ("data", "forward", "backward", WAITING, "exposed_comm", "optimizer", "other")
+COMPILING = ("recompile", "waiting_for_compile")
 OUTSIDE = ("evaluation", "checkpoint", "waiting", "waiting_in_steps", "unexplained")
 RESTARTS = ("restart", "repeated_steps")
 REST = ("open_step", "stuck", "unfinished_step", "finish", "idle", "unrecorded", "not_known")
-PARTS = (*STEPS, *OUTSIDE, *START_UP, *RESTARTS, *REST)
+PARTS = (*STEPS, *COMPILING, *OUTSIDE, *START_UP, *RESTARTS, *REST)
 """All parts of the wall time."""
 _GROUPS = {
-    **dict.fromkeys(STEPS, "steps"),
+    **dict.fromkeys((*STEPS, *COMPILING), "steps"),
     "open_step": "steps",
     **dict.fromkeys(OUTSIDE, "outside"),
     **dict.fromkeys(START_UP, "start_up"),
@@ -30,6 +31,8 @@ TITLES = {
     "exposed_comm": "steps: moving data",
     "optimizer": "steps: optimizer",
     "other": "steps: other",
+    "recompile": "steps: torch.compile in mid-run",
+    "waiting_for_compile": "steps: waiting for a rank that compiles in mid-run",
     "open_step": "the step under way",
     "evaluation": "evaluation",
     "checkpoint": "checkpoints",

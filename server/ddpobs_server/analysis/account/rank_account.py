@@ -15,6 +15,12 @@ _OUTSIDE_KINDS = {
     "waiting": "waiting",
 }
 
+_WAITS = {
+    "waiting_in_steps": ("evaluation", "checkpoint", "waiting", "unexplained"),
+    "waiting_for_compile": ("recompile",),
+}
+"""Parts that are waits in steps, and the parts of another rank that cause them."""
+
 
 @dataclass(frozen=True)
 class Process:
@@ -96,16 +102,26 @@ def _start_up(account: wire.Account) -> Parts:
 
 
 def _steps(account: wire.Account) -> Parts:
-    """Return the phases without the first batch and without compilation, which ran in forward or in backward."""
+    """Return the phases without the first batch and without compilation."""
     parts = dict(zip(wire.PHASES, account.phases_ns, strict=True))
     parts["data"] = max(0, parts["data"] - account.first_batch_ns)
-    compile_ns = account.compile_ns
-    for phase in ("forward", "backward", "other"):
-        taken_ns = min(compile_ns, parts[phase])
+    compile_ns = 0
+    for phase, compiled_ns in zip(wire.PHASES, account.compile_phases_ns or _guessed(account, parts), strict=False):
+        taken_ns = min(compiled_ns, parts[phase])
         parts[phase] -= taken_ns
-        compile_ns -= taken_ns
-    parts["compile"] = account.compile_ns - compile_ns
+        compile_ns += taken_ns
+    parts["recompile"] = min(account.recompile_ns, compile_ns)
+    parts["compile"] = compile_ns - parts["recompile"]
     return parts
+
+
+def _guessed(account: wire.Account, parts: Parts) -> list[int]:
+    """Return the time in torch.compile by phase for clients that do not report it so: it is in forward first."""
+    left_ns, taken_ns = account.compile_ns, dict.fromkeys(wire.PHASES, 0)
+    for phase in ("forward", "backward", "other"):
+        taken_ns[phase] = min(left_ns, parts[phase])
+        left_ns -= taken_ns[phase]
+    return list(taken_ns.values())
 
 
 def _repeated(parts: Parts, share: float) -> Parts:
@@ -126,23 +142,24 @@ def _fitted(parts: Mapping[str, int], wall_ns: int, remainder: str) -> Parts:
 
 
 def attribute_waits(by_rank: dict[int, Parts]) -> None:
-    """Move waits for a rank that is outside of its steps out of the other ranks' exposed communication.
+    """Move waits for a rank that is outside of its steps, or compiles, out of the others' exposed communication.
 
     In synchronous training all ranks take the same time. If a rank spends more outside of its steps than another, the
     other waits for it, at a collective between steps or in its next step. The wait is at most the difference outside of
-    steps, and at most the difference in exposed communication.
+    steps, and at most the difference in exposed communication. The same holds for compilations in mid-run.
     """
     if len(by_rank) < 2:
         return
-    outside = {rank: _outside_ns(parts) for rank, parts in by_rank.items()}
-    last = max(outside, key=lambda rank: (outside[rank], -rank))
-    base_ns = by_rank[last].get("exposed_comm", 0)
-    for rank, parts in by_rank.items():
-        exposed_ns = parts.get("exposed_comm", 0)
-        wait_ns = min(outside[last] - outside[rank], exposed_ns - base_ns)
-        if wait_ns > 0:
-            parts["exposed_comm"] = exposed_ns - wait_ns
-            parts["waiting_in_steps"] = wait_ns
+    for waits, causes in _WAITS.items():
+        caused = {rank: sum(parts.get(part, 0) for part in causes) for rank, parts in by_rank.items()}
+        last = max(caused, key=lambda rank: (caused[rank], -rank))
+        base_ns = by_rank[last].get("exposed_comm", 0)
+        for rank, parts in by_rank.items():
+            exposed_ns = parts.get("exposed_comm", 0)
+            wait_ns = min(caused[last] - caused[rank], exposed_ns - base_ns)
+            if wait_ns > 0:
+                parts["exposed_comm"] = exposed_ns - wait_ns
+                parts[waits] = wait_ns
 
 
 def split_communication(by_rank: Mapping[int, Parts], moving_ns: Mapping[int, float]) -> None:
@@ -159,7 +176,3 @@ def split_communication(by_rank: Mapping[int, Parts], moving_ns: Mapping[int, fl
         waiting_ns = max(0, exposed_ns - round(moving_ns.get(rank, least_ns)))
         if waiting_ns > 0:
             parts["exposed_comm"], parts[WAITING] = exposed_ns - waiting_ns, waiting_ns
-
-
-def _outside_ns(parts: Parts) -> int:
-    return sum(parts.get(part, 0) for part in ("evaluation", "checkpoint", "waiting", "unexplained"))

@@ -78,14 +78,14 @@ class _Swing:
 def utilisation_swings(evidence: Evidence) -> Judgement:
     """Judge step times that swing by more than 20 %, periodically or between levels that last.
 
-    Single long steps and one lasting change are no swings. Only time that ranks share counts, phase by phase: a rank
-    that is late now and then is a straggler.
+    Single long steps and one lasting change are no swings, nor are steps with a compilation. Only time that ranks share
+    counts, phase by phase: a rank that is late now and then is a straggler.
     """
     joined = evidence.joined
     if evidence.separate_groups_reason or not len(joined.ranks):
         return []
     # A step without a successor may end with a checkpoint or an evaluation.
-    rows = np.flatnonzero(joined.has_successor)
+    rows = np.flatnonzero(joined.has_successor & ~joined.compile_ns.any(axis=1))
     if len(rows) < MIN_STEPS - 1:
         return [NotJudged("utilisation-swings", f"fewer than {MIN_STEPS} comparable steps in a row")]
     step_ns = _series_ns(joined, rows)

@@ -22,8 +22,9 @@ class JoinedSteps:
         collective: Sequence numbers, shape [steps].
         step: Rank-local step numbers of the first rank, shape [steps].
         ranks: Shape [ranks].
-        own_ns: Own time, shape [steps, ranks].
-        phases_ns: Own time by `wire.OWN_PHASES`, shape [steps, ranks, phases].
+        own_ns: Own time without compilations, shape [steps, ranks].
+        compile_ns: Time in compilations, shape [steps, ranks].
+        phases_ns: Own time without compilations by `wire.OWN_PHASES`, shape [steps, ranks, phases].
         wall_ns: Shape [steps, ranks].
         exposed_ns: Exposed communication, shape [steps, ranks].
         row: Index of each step and rank in the columns that were joined, shape [steps, ranks].
@@ -33,6 +34,7 @@ class JoinedSteps:
     step: wire.Ints
     ranks: wire.Ints
     own_ns: Floats
+    compile_ns: Floats
     phases_ns: Floats
     wall_ns: Floats
     exposed_ns: Floats
@@ -83,7 +85,7 @@ class JoinedSteps:
         A step ends later than its synchronisation. If the ranks wait for a late rank after it, as at a barrier, the
         wait is in the wall time of this step. The late rank's own time is in the next step.
         """
-        last_own_ns = self.own_ns.max(axis=1)
+        last_own_ns = (self.own_ns + self.compile_ns).max(axis=1)
         before_ns = np.maximum(0.0, last_own_ns - self.step_ns)
         after_ns = np.where(self.has_successor, np.append(before_ns[1:], 0.0)[: len(self)], 0.0)
         return np.asarray(np.maximum(self.step_ns + before_ns - after_ns, last_own_ns))
@@ -119,16 +121,34 @@ def join(rank: wire.Ints, steps: wire.Steps) -> JoinedSteps:
     def matrix(name: str) -> Floats:
         return np.asarray(getattr(steps, name)[rows], np.float64)
 
+    phases_ns = np.stack([matrix(f"own_{phase}_ns") for phase in wire.OWN_PHASES], axis=-1)
+    compile_ns = _take_compilations(phases_ns, matrix("compile_ns"))
     return JoinedSteps(
         collective=complete,
         step=steps.step[rows[:, 0]] if len(rows) else complete,
         ranks=ranks,
-        own_ns=matrix("own_ns"),
-        phases_ns=np.stack([matrix(f"own_{phase}_ns") for phase in wire.OWN_PHASES], axis=-1),
+        own_ns=matrix("own_ns") - compile_ns,
+        compile_ns=compile_ns,
+        phases_ns=phases_ns,
         wall_ns=np.asarray((steps.end_ns - steps.start_ns)[rows], np.float64),
         exposed_ns=matrix("exposed_comm_ns"),
         row=rows,
     )
+
+
+def _take_compilations(phases_ns: Floats, compile_ns: Floats) -> Floats:
+    """Take compilations out of the phases of own time, in place, from the longest phase first; return what was taken.
+
+    A rank that compiles is no slower than the others: it is a finding of its own.
+    """
+    left_ns = np.maximum(compile_ns, 0.0)
+    total_ns = left_ns.copy()
+    for row in zip(*np.nonzero(left_ns), strict=True):
+        for phase in np.argsort(-phases_ns[row]):
+            taken_ns = max(0.0, min(left_ns[row], phases_ns[row][phase]))
+            phases_ns[row][phase] -= taken_ns
+            left_ns[row] -= taken_ns
+    return np.asarray(total_ns - left_ns)
 
 
 def silent_ranks(rank: wire.Ints, steps: wire.Steps) -> wire.Ints:
