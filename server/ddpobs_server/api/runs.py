@@ -217,16 +217,15 @@ def _diagnosis_json(reports: Reports, run: Run) -> LastDiagnosis | None:
     diagnosis, current = reports.last_diagnosis(run)
     if diagnosis is None:
         return None
-    findings, missing = diagnosis["findings"], diagnosis["missing"]
-    worst = findings[0] if findings else {}
+    worst = diagnosis.findings[0] if diagnosis.findings else None
     return {
-        "worst": worst.get("verdict"),
-        "severity": worst.get("severity"),
-        "code": worst.get("code"),
-        "gain": worst.get("gain"),
-        "goodput": diagnosis["goodput"],
-        "findings": len(findings),
-        "missing": len(missing),
+        "worst": diagnosis.worst,
+        "severity": worst.severity if worst else None,
+        "code": worst.code if worst else None,
+        "gain": worst.gain if worst else None,
+        "goodput": diagnosis.goodput,
+        "findings": sum(diagnosis.counts.values()),
+        "missing": diagnosis.missing,
         "current": current,
     }
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -13,15 +12,12 @@ from ddpobs.wire import OWN_PHASES, PHASES
 from ddpobs.wire.states import RunState
 from ddpobs_server.metrics.metric import Families, Metric, Render, escape, gauge, histogram
 from ddpobs_server.metrics.run_totals import RunTotals, totals_by_run
+from ddpobs_server.reports.outline import PLACE_CHARACTERS, DiagnosisOutline
 from ddpobs_server.store import Aggregates, Run
 from ddpobs_server.store.schema import STEP_BOUNDS_S
 
 _EXPOSED = 2 + PHASES.index("exposed_comm")
 _BOUNDS = (*map(str, STEP_BOUNDS_S), "+Inf")
-_PLACE_CHARACTERS, _MAX_RANKS = 160, 8
-"""Longest place, and maximum ranks, in a label."""
-_MAX_FINDINGS = 10
-"""Findings of a run that have a series each: the most severe ones."""
 _Rows = Iterator[tuple[object, ...]]
 
 
@@ -30,12 +26,7 @@ class Present:
     """What changes without a commit: a run's state, and its last diagnosis, None before the first."""
 
     state: RunState
-    diagnosis: Mapping[str, Any] | None
-
-    @property
-    def findings(self) -> Sequence[Any]:
-        """The findings, the most severe first."""
-        return self.diagnosis["findings"] if self.diagnosis else ()
+    diagnosis: DiagnosisOutline | None
 
 
 def _seconds(index: int) -> Callable[[RunTotals], _Rows]:
@@ -79,47 +70,34 @@ def _durations(run: RunTotals) -> _Rows:
 
 
 def _finding_counts(present: Present) -> _Rows:
-    counts = Counter((finding["code"], finding["severity"]) for finding in present.findings)
+    counts = present.diagnosis.counts if present.diagnosis else {}
     yield from ((code, severity, count) for (code, severity), count in counts.items())
 
 
 def _gains(present: Present) -> _Rows:
     """Labels and gain of each finding; of findings with the same labels, the largest gain."""
     gains: dict[tuple[object, ...], float] = {}
-    for finding in present.findings[:_MAX_FINDINGS]:
-        labels = (finding["code"], finding["phase"] or "", _rank_list(finding), finding["severity"])
-        gain = finding["gain"]["ratio"] if finding["gain"] else 0.0
+    for finding in present.diagnosis.findings if present.diagnosis else ():
+        labels = (finding.code, finding.phase, finding.ranks, finding.severity)
+        gain = finding.gain["ratio"] if finding.gain else 0.0
         gains[labels] = max(gain, gains.get(labels, 0.0))
     yield from ((*labels, gain) for labels, gain in gains.items())
 
 
 def _goodput(present: Present) -> _Rows:
-    if present.diagnosis and present.diagnosis["goodput"] is not None:
-        yield (present.diagnosis["goodput"],)
+    if present.diagnosis and present.diagnosis.goodput is not None:
+        yield (present.diagnosis.goodput,)
 
 
 def _time_shares(present: Present) -> _Rows:
-    if present.diagnosis and present.diagnosis["goodput"] is not None:
-        yield from present.diagnosis["time_shares"].items()
+    if present.diagnosis and present.diagnosis.goodput is not None:
+        yield from present.diagnosis.time_shares.items()
 
 
 def _hang(present: Present) -> _Rows:
-    hang = next((f for f in present.findings if f["code"] == "hang" and f["evidence"]["places"]), None)
-    if hang is not None:  # Not one that ended.
-        yield escape(_place(hang), _PLACE_CHARACTERS), _rank_list(hang), 1
-
-
-def _rank_list(finding: Any) -> str:
-    """The ranks of a finding: `1`, `0, 2`; a long list is cut."""
-    ranks, left_out = finding["ranks"], len(finding["ranks"]) - _MAX_RANKS
-    return ", ".join(map(str, ranks[:_MAX_RANKS])) + (f" and {left_out} more" if left_out > 0 else "")
-
-
-def _place(hang: Any) -> str:
-    """Place of the first of these ranks: lines of Python, else its phase, else the kind of hang."""
-    locations = hang["evidence"]["places"]
-    location = next((locations[rank] for rank in hang["ranks"] if locations.get(rank)), "")
-    return str(location or hang["phase"] or hang["evidence"]["kind"])
+    if present.diagnosis and present.diagnosis.hang is not None:
+        place, ranks = present.diagnosis.hang
+        yield escape(place, PLACE_CHARACTERS), ranks, 1
 
 
 _COMPARED = "Steps in which the ranks were compared; delay, waiting, moving and lateness are counted over these."
@@ -213,7 +191,7 @@ def render_runs(totals: Aggregates) -> dict[str, Families]:
     return {run.run.run: {metric.name: metric.lines(run.run.name, run) for metric in STORED} for run in runs}
 
 
-def render_present(run: Run, state: RunState, diagnosis: Mapping[str, Any] | None) -> Families:
+def render_present(run: Run, state: RunState, diagnosis: DiagnosisOutline | None) -> Families:
     """Lines that change without a commit: a run's state, its findings, its goodput, and the place of its hang."""
     present = Present(state, diagnosis)
     return {metric.name: metric.lines(run.name, present) for metric in PRESENT}

@@ -1,7 +1,7 @@
 """Responses about runs: columns from the store, results from the analysis, cached until the run's next commit.
 
 A diagnosis reads a bounded number of steps and spans, and is computed once for all simultaneous requests. `/metrics`
-and the list of runs show the last diagnosis; `/metrics` starts a new one in the background if the run changed.
+and the list of runs show the outline of the last one; `/metrics` starts a new one in the background if the run changed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ddpobs_server.reports.cache import Cache
 from ddpobs_server.reports.compare import Side, compare_json
 from ddpobs_server.reports.diagnosis import Diagnosis
 from ddpobs_server.reports.digests import RunDigests
+from ddpobs_server.reports.outline import DiagnosisOutline
 from ddpobs_server.reports.pipeline import pipeline_response
 from ddpobs_server.reports.run_state import ReportVersion, is_recent, report_version, state_of_run
 from ddpobs_server.settings import Settings
@@ -27,6 +28,8 @@ from ddpobs_server.web.run_faults import RunFaults
 
 _Responses = Cache[dict[str, Any]]
 _CACHED, _CACHED_PARTS, _CACHED_ACCOUNTS = 1024, 64, 64
+_OUTLINES = 20_000
+"""Outlines of diagnoses, of about 2 kB: more than the runs of a scrape, or each scrape would diagnose them all anew."""
 _PATIENCE_S = 1.0
 """Longest wait for the first diagnoses of runs."""
 
@@ -53,6 +56,7 @@ class Reports:
         self.faults = faults or RunFaults()
         self.digests = RunDigests(store, self.faults)
         self._diagnoses: _Responses = Cache(_CACHED)
+        self._outlines: Cache[DiagnosisOutline] = Cache(_OUTLINES)
         self._parts: _Responses = Cache(_CACHED_PARTS)
         self._accounts: _Responses = Cache(_CACHED_ACCOUNTS)
         self._pipelines: _Responses = Cache(_CACHED_PARTS)
@@ -61,7 +65,10 @@ class Reports:
 
     def diagnostics(self, run: str, attempt: str) -> dict[str, Any]:
         """Return the findings, most severe first, and the questions that could not be judged."""
-        return self._cached(self._diagnoses, run, attempt, lambda: self._diagnosis.diagnose(run, attempt))
+        version = self._version(run)
+        diagnosis = self._diagnoses.get((run, attempt), version, lambda: self._diagnosis.diagnose(run, attempt))
+        self._outlines.get((run, attempt), version, lambda: DiagnosisOutline.of(diagnosis))
+        return diagnosis
 
     def diagnostics_for_marks(self, run: str, attempt: str) -> dict[str, Any]:
         """Return the last diagnosis of a live run if it is of the last half minute, else that of `diagnostics`.
@@ -111,13 +118,13 @@ class Reports:
     def _version(self, run: str) -> ReportVersion:
         return report_version(self._store.version(run), self._settings, self._now_ns())
 
-    def last_diagnosis(self, run: Run) -> tuple[dict[str, Any] | None, bool]:
-        """Return the last diagnosis of the latest attempt, and whether it is current.
+    def last_diagnosis(self, run: Run) -> tuple[DiagnosisOutline | None, bool]:
+        """Return the outline of the latest attempt's last diagnosis, and whether it is current.
 
         A diagnosis is current if nothing was committed since, and, while the run is neither over nor lost, no two
         seconds have passed.
         """
-        cached = self._diagnoses.latest((run.run, run.attempt))
+        cached = self._outlines.latest((run.run, run.attempt))
         if cached is None:
             return None, False
         return cached.response, cached.version == report_version(run.version, self._settings, self._now_ns())
@@ -131,8 +138,8 @@ class Reports:
             hang = next((f["title"] for f in findings if f["code"] == "hang" and f["severity"] == "critical"), "")
         return attempt_outcomes(self._store, run, state, hang)
 
-    def recent_diagnostics(self, runs: list[Run]) -> list[dict[str, Any] | None]:
-        """Return the last diagnosis of each run, and begin new ones of the runs that have changed.
+    def recent_diagnostics(self, runs: list[Run]) -> list[DiagnosisOutline | None]:
+        """Return the outline of each run's last diagnosis, and begin new ones of the runs that have changed.
 
         Failed and hung runs are the first of their workspace.
         Runs without a diagnosis are waited for, together for at most `_PATIENCE_S`; None if that was too short.

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import httpx
 from ddpobs_server.metrics.run_metrics import render_present
+from ddpobs_server.reports.outline import DiagnosisOutline
 
 from benchmarks.rig.collector import Collector, collector
 from ddpobs import wire
@@ -60,6 +61,7 @@ def finding(code: str, ranks: list[int], gain: float | None) -> dict[str, Any]:
     return {
         "code": code,
         "severity": "warning",
+        "verdict": "",
         "ranks": ranks,
         "phase": "backward" if ranks else None,
         "gain": gain and {"ratio": gain},
@@ -71,7 +73,7 @@ def test_the_most_severe_findings_have_a_series_each_with_rank_phase_and_gain() 
     findings += [finding("straggler", list(range(rank, 20)), 0.1) for rank in range(9)]
     run = Mock()
     run.name = "r"
-    diagnosis = {"findings": findings, "goodput": None}
+    diagnosis = DiagnosisOutline.of({"findings": findings, "missing": [], "goodput": None, "time_shares": {}})
     lines = render_present(run, "running", diagnosis)["finding_gain_ratio"].decode().splitlines()
     start = "ddpobs_finding_gain_ratio"
     assert lines[0] == f'{start}{{code="straggler",phase="backward",ranks="1",run="r",severity="warning"}} 0.3'

@@ -5,14 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from typing import Any
+from unittest.mock import Mock
 
+import msgspec
 import numpy as np
 import pytest
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, by_severity
 from ddpobs_server.analysis.findings.registry import FINDINGS
 from ddpobs_server.analysis.steps.intervals import StepClock
+from ddpobs_server.reports import reports as reports_module
 from ddpobs_server.reports.diagnosis import Diagnosis
+from ddpobs_server.reports.outline import DiagnosisOutline
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.store import Store
 
@@ -134,15 +138,32 @@ def test_the_last_diagnosis_is_returned_while_a_new_one_is_computed(
         return read_steps(*arguments)
 
     monkeypatch.setattr(store, "steps", read_slowly)
-    assert reports.recent_diagnostics([run])[0] is first
+    assert reports.recent_diagnostics([run]) == [DiagnosisOutline.of(first)]
     assert has_begun.wait(60)
-    assert reports.last_diagnosis(run) == (first, False)
+    assert reports.last_diagnosis(run) == (DiagnosisOutline.of(first), False)
     may_continue.set()
     deadline = time.monotonic() + patience.HANG_S
     while not reports.last_diagnosis(run)[1] and time.monotonic() < deadline:
         time.sleep(0.01)
     reports.close()
     assert reports.last_diagnosis(run)[1]
+
+
+def test_runs_beyond_the_kept_diagnoses_are_not_diagnosed_at_each_scrape(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports_module, "_CACHED", 2)
+    names = [f"run-{number}" for number in range(5)]
+    goodbye = batch(0, 0, events=[wire.Event(kind="goodbye", at_ns=0)])
+    ingest(store, *(msgspec.structs.replace(goodbye, run=name, world_size=1) for name in names))
+    reports = Reports(store)
+    diagnose = Mock(side_effect=reports._diagnosis.diagnose)
+    monkeypatch.setattr(reports._diagnosis, "diagnose", diagnose)
+    runs = store.runs(10)
+    for _ in range(3):
+        patience.until(lambda: None not in reports.recent_diagnostics(runs))
+    reports.close()
+    assert sorted(call.args[0] for call in diagnose.mock_calls) == names
 
 
 @pytest.mark.parametrize(("turns", "every", "ms"), [(True, 2, 60), (False, 3, 60), (False, 10, 300)])

@@ -6,6 +6,7 @@ import hashlib
 from typing import Any
 
 import pytest
+from ddpobs_server.reports.outline import DiagnosisOutline
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.reports.run_state import state_of_run
 from ddpobs_server.settings import Settings
@@ -103,7 +104,7 @@ def test_the_diagnosis_of_a_run_that_is_over_or_lost_is_computed_once(
     first = reports.diagnostics("run", ATTEMPT)
     clock.ns += 40 * S
     assert reports.diagnostics("run", ATTEMPT) is first
-    assert reports.last_diagnosis(the_run(store)) == (first, True)
+    assert reports.last_diagnosis(the_run(store)) == (DiagnosisOutline.of(first), True)
 
 
 @pytest.mark.parametrize("after_s", [0, 2, 9, 11, 3600])

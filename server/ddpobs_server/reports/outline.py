@@ -1,0 +1,93 @@
+"""The part of a diagnosis that the list of runs and `/metrics` show; it is kept for thousands of runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_FINDINGS = 10
+"""Findings of a run that are kept one by one: the most severe ones."""
+PLACE_CHARACTERS, _MAX_RANKS = 160, 8
+"""Longest place, and maximum ranks, in a text."""
+
+
+@dataclass(frozen=True)
+class FindingOutline:
+    """What a row or a label shows of a finding.
+
+    Attributes:
+        code: Its code.
+        severity: Its severity.
+        phase: Its phase; empty for none.
+        ranks: Its ranks as a text, such as `0, 2 and 7 more`.
+        gain: The predicted saving, as in a response; None if it is not known.
+    """
+
+    code: str
+    severity: Any
+    phase: str
+    ranks: str
+    gain: Any
+
+
+@dataclass(frozen=True)
+class DiagnosisOutline:
+    """What a row or a label shows of a diagnosis.
+
+    Attributes:
+        findings: The most severe findings, at most `MAX_FINDINGS`.
+        worst: Verdict of the first of them; None without any.
+        counts: Number of findings by code and severity.
+        missing: Number of findings that could not be judged.
+        goodput: Time in steps that no restart repeated, as a share of the run's wall time; None if it is not known.
+        time_shares: Share of each group of the account in the wall time.
+        hang: Place and ranks of a hang that has not ended; None without one.
+    """
+
+    findings: tuple[FindingOutline, ...]
+    worst: str | None
+    counts: Mapping[tuple[str, str], int]
+    missing: int
+    goodput: float | None
+    time_shares: Mapping[str, float]
+    hang: tuple[str, str] | None
+
+    @classmethod
+    def of(cls, diagnosis: Mapping[str, Any]) -> DiagnosisOutline:
+        """Return the outline of a response with findings."""
+        findings = diagnosis["findings"]
+        return cls(
+            findings=tuple(map(_finding, findings[:MAX_FINDINGS])),
+            worst=findings[0]["verdict"] if findings else None,
+            counts=Counter((finding["code"], finding["severity"]) for finding in findings),
+            missing=len(diagnosis["missing"]),
+            goodput=diagnosis["goodput"],
+            time_shares=diagnosis["time_shares"],
+            hang=_hang(findings),
+        )
+
+
+def _finding(finding: Mapping[str, Any]) -> FindingOutline:
+    return FindingOutline(
+        finding["code"], finding["severity"], finding["phase"] or "", _rank_list(finding), finding["gain"]
+    )
+
+
+def _hang(findings: Any) -> tuple[str, str] | None:
+    hang = next((f for f in findings if f["code"] == "hang" and f["evidence"]["places"]), None)
+    return None if hang is None else (_place(hang)[:PLACE_CHARACTERS], _rank_list(hang))
+
+
+def _rank_list(finding: Mapping[str, Any]) -> str:
+    """The ranks of a finding: `1`, `0, 2`; a long list is cut."""
+    ranks, left_out = finding["ranks"], len(finding["ranks"]) - _MAX_RANKS
+    return ", ".join(map(str, ranks[:_MAX_RANKS])) + (f" and {left_out} more" if left_out > 0 else "")
+
+
+def _place(hang: Mapping[str, Any]) -> str:
+    """Place of the first of these ranks: lines of Python, else its phase, else the kind of hang."""
+    locations = hang["evidence"]["places"]
+    location = next((locations[rank] for rank in hang["ranks"] if locations.get(rank)), "")
+    return str(location or hang["phase"] or hang["evidence"]["kind"])
