@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from alembic import command
+from ddpobs_server.store.database import migration
+from sqlalchemy import create_engine
+
 from benchmarks import stepped_clock
 from benchmarks.rig import databases
 from benchmarks.tenants import Collector, Tenant
@@ -19,6 +23,8 @@ from benchmarks.tenants import Collector, Tenant
 _GRACE_S, _OUTAGE_S = 1.0, 3.0
 """Time in which batches that were committed before a file was moved are acknowledged, and time after an outage."""
 _HOUR_NS = 3600 * 10**9
+_EARLIER, _INTERRUPTED = "0004", 3
+"""The schema's revision before an upgrade, and how often that upgrade is killed."""
 _STEPS_NS = (-365 * 24 * _HOUR_NS, -_HOUR_NS, _HOUR_NS, 365 * 24 * _HOUR_NS)
 
 
@@ -49,6 +55,7 @@ class Faults:
         clock: File of the collector's clock.
         acknowledged: Returns the number of batches acknowledged so far.
         prepare: Fills the tables that a new database needs.
+        limit: Stores the limits of workspaces.
         seed: Of the draws.
     """
 
@@ -61,10 +68,11 @@ class Faults:
         *,
         acknowledged: Callable[[], int],
         prepare: Callable[[], None],
+        limit: Callable[[], None],
         seed: int,
     ) -> None:
         self._collector, self._loud, self._server, self._clock = collector, loud, server, clock
-        self._acknowledged, self._prepare = acknowledged, prepare
+        self._acknowledged, self._prepare, self._limit = acknowledged, prepare, limit
         self._random = random.Random(seed)
         self._remaining: list[Callable[[float], None]] = []
         self.outcome = Outcome()
@@ -73,7 +81,7 @@ class Faults:
         """Draw a fault, and end it after some seconds. Each kind is drawn once before any is drawn again."""
         if not self._remaining:
             self._remaining = [self._kill, self._fill_disk, self._stop_database, self._step_clock]
-            self._remaining += [self._unfinished_bodies, self._unread_answers]
+            self._remaining += [self._unfinished_bodies, self._unread_answers, self._kill_during_upgrade]
             if self._server is None:
                 self._remaining += [self._move_file, self._remove_file]
             self._random.shuffle(self._remaining)
@@ -95,6 +103,18 @@ class Faults:
     def _kill(self, _seconds: float) -> None:
         with self._outage():
             self._restart()
+
+    def _kill_during_upgrade(self, _seconds: float) -> None:
+        """Return the schema to an earlier revision, and kill the collector several times while it upgrades it."""
+        with self._outage():
+            self._collector.end(kill=True)
+            downgrade(self._collector.database_url, _EARLIER)
+            for _ in range(_INTERRUPTED):
+                self._collector.launch()
+                time.sleep(self._random.uniform(0.5, 3.0))
+                self._collector.end(kill=True)
+            self._collector.start()
+            self._limit()  # The earlier revision has no table for them.
 
     def _fill_disk(self, seconds: float) -> None:
         with self._outage():
@@ -175,3 +195,15 @@ class Faults:
     def _files(self) -> list[Path]:
         """The database's file, its log and the log's index."""
         return [path for suffix in ("", "-wal", "-shm") if (path := Path(f"{self._file}{suffix}")).exists()]
+
+
+def downgrade(url: str, revision: str) -> None:
+    """Return a database's schema to an earlier revision. Spans stay."""
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        if engine.dialect.name == "sqlite":
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
+        config = migration._alembic()
+        config.attributes["connection"] = connection
+        command.downgrade(config, revision)
+    engine.dispose()

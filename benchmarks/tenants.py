@@ -42,18 +42,23 @@ class Collector:
 
     def start(self, **settings: object) -> None:
         """Start the process and wait until it is ready."""
+        log = self.launch(**settings)
+        deadline = time.monotonic() + _START_S
+        while not (match := re.search(r"https?://[^:]+:(\d+)", log.read_text())):
+            if time.monotonic() > deadline or self.process is None or self.process.poll() is not None:
+                raise RuntimeError(f"no collector: {log.read_text()}")
+            time.sleep(0.05)
+        self.port = int(match[1])
+
+    def launch(self, **settings: object) -> Path:
+        """Start the process without waiting for it; return its log."""
         values = {"port": self.port, "database_url": self.database_url} | self.settings | settings
         environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
         environ |= {f"DDPOBS_SERVER_{name.upper()}": str(value) for name, value in values.items()}
         log = self.folder / "collector.log"
         with log.open("wb") as output:
             self.process = subprocess.Popen(self.command, stdout=output, stderr=output, env=environ, cwd=self.folder)
-        deadline = time.monotonic() + _START_S
-        while not (match := re.search(r"https?://[^:]+:(\d+)", log.read_text())):
-            if time.monotonic() > deadline or self.process.poll() is not None:
-                raise RuntimeError(f"no collector: {log.read_text()}")
-            time.sleep(0.05)
-        self.port = int(match[1])
+        return log
 
     @property
     def url(self) -> str:

@@ -1,0 +1,238 @@
+"""The loads of a soak: thousands of runs, costly batches, decompression bombs, hostile text, heavy reads left unread.
+
+Each load runs in a process of its own, so that it does not delay the client whose latency is measured. It works on the
+collector under test, on another one, or not at all.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import msgspec
+import zstandard
+from ddpobs_server.store import Store
+
+from benchmarks import reads
+from benchmarks.tenants import LOAD, Tenant, hostile_batches
+from ddpobs import wire
+
+CROWD_PREFIX, CROWD_SHAPE = "run-", reads.Shape("crowd", 2, 40, 20, 40)
+HOSTILE, TEXT, WIDE = "hostile", "text", "wide"
+"""Runs of the workspace `loud`."""
+IDLE, HERE, ELSEWHERE = range(3)
+"""Where the loads work: nowhere, at the collector under test, at the other one."""
+_PAUSE_S, _HELD_S = 0.5, 3.0
+_BOMB_BYTES = 400_000_000
+_RANKS = 16_384
+_RETRY = (408, 429, 503, 507)
+NASTY = "\x1b[31m\r\n# HELP owned x\n\"'\\`<script>alert(1)</script>{{7*7}}%s\u202e\0'; DROP TABLE runs; --"
+_FIGURES = ("account", "overview", "phases", "ranks", "step", "buckets")
+
+
+def fill_crowd(store: Store, runs: int) -> None:
+    """Write finished and silent runs of two ranks into the workspace `crowd`."""
+    plain = [reads.batch(CROWD_SHAPE, rank, 0) for rank in range(CROWD_SHAPE.ranks)]
+    ends: list[dict[str, Any]] = [{}, {"events": [wire.Event(kind="goodbye", at_ns=0)]}]
+    group = []
+    for number in range(runs):
+        name = f"crowd/{CROWD_PREFIX}{number:05d}"
+        group += [reads.arrival(msgspec.structs.replace(sent, run=name, **ends[number % 2])) for sent in plain]
+        if len(group) >= 64 or number == runs - 1:
+            store.ingest(group)
+            group = []
+
+
+def bombs(tenant: Tenant) -> dict[str, tuple[bytes, dict[str, str]]]:
+    """Bodies that a collector must refuse, with their headers, by name."""
+    packed, plain = {"Content-Type": wire.MSGPACK, "Content-Encoding": "zstd"}, {"Content-Type": wire.MSGPACK}
+    zeros = zstandard.compress(bytes(_BOMB_BYTES), 19)
+    unsized = zstandard.ZstdCompressor(19, write_content_size=False).compress(bytes(_BOMB_BYTES))
+    good = msgspec.structs.replace(tenant.batch(0, 1), steps=None, spans=None, packed_spans=None)
+    claimed = msgspec.msgpack.encode([2**32, {"step": ["<i8", 0, 0, 1, [zeros] * 8]}])
+    bombed = msgspec.msgpack.encode([50_000_000, {name: ["<i8", 0, 0, 1, [zeros] * 8] for name in wire.Spans.names}])
+
+    def with_spans(body: bytes) -> bytes:
+        return msgspec.msgpack.encode(msgspec.msgpack.decode(wire.encode(good)) | {"packed_spans": body})
+
+    nested = zstandard.compress(zeros)
+    return {
+        "a body of 400 MB": (zeros, packed),
+        "a body that hides its size": (unsized, packed),
+        "a bomb in a frame": (nested, packed),
+        "spans that claim four billion rows": (with_spans(claimed), plain),
+        "spans of 400 MB a column": (with_spans(bombed), plain),
+        "an array of four billion": (b"\xdd\xff\xff\xff\xff", plain),
+        "containers without an end": (zstandard.compress(b"\x91" * 15_000_000), packed),
+        "JSON without an end": (b"[" * 1_000_000, {"Content-Type": wire.JSON}),
+    }
+
+
+class Load:
+    """One process's work. `strange` counts responses that no client should get.
+
+    Args:
+        tenants: The workspace that it uses, at the collector under test and at the other one.
+        seed: Of its draws.
+    """
+
+    def __init__(self, tenants: tuple[Tenant, Tenant], seed: int) -> None:
+        self.tenants, self.tenant = tenants, tenants[0]
+        self.random, self.strange = random.Random(seed), Counter[str]()
+        self._seq = 0
+
+    def work(self, client: httpx.Client, number: int) -> None:
+        """Do a part of the work."""
+        raise NotImplementedError
+
+    def put(self, client: httpx.Client, payload: wire.Batch) -> None:
+        """Send a batch once."""
+        self.note(f"batch of {payload.run}", self.tenant.put(client, payload))
+
+    def get(self, client: httpx.Client, path: str) -> None:
+        """Read a path once."""
+        url = self.tenant.collector.url + path
+        self.note(path.partition("?")[0], client.get(url, headers=self.tenant.headers))
+
+    def note(self, what: str, answer: httpx.Response) -> None:
+        """Count an internal error."""
+        if answer.status_code >= 500 and answer.status_code not in _RETRY:
+            self.strange[f"{answer.status_code} on {what}"] += 1
+
+    def next_seq(self) -> int:
+        """A number of a batch that was not used before, in any life of this process."""
+        self._seq = max(self._seq + 1, time.time_ns() // 10**6)
+        return self._seq
+
+
+class Costly(Load):
+    """Batches that are costly to keep, runs beyond the limit, a world of 16,384 ranks, and hostile text."""
+
+    def work(self, client: httpx.Client, number: int) -> None:
+        """Send a few such batches."""
+        for payload in hostile_batches(self.tenant, number + 1):
+            self.put(client, payload)
+        self.put(client, self.tenant.batch(0, 0, f"{CROWD_PREFIX}{number}"))
+        rank = self.random.randrange(_RANKS)
+        wide = self.tenant.batch(rank, self.next_seq(), WIDE, world_size=_RANKS, source=f"{rank:016x}")
+        self.put(client, msgspec.structs.replace(wide, rank=rank))
+        self.put(client, self._text())
+        time.sleep(_PAUSE_S)
+
+    def _text(self) -> wire.Batch:
+        bucket = wire.Bucket(size_bytes=4, dtype=NASTY, parameters=[wire.Parameter(name=NASTY, size=1)])
+        hello = wire.Hello(
+            host=NASTY, pid=1, device=NASTY, backend=NASTY, versions={"torch": NASTY}, settings={NASTY: NASTY}
+        )
+        return self.tenant.batch(
+            0,
+            self.next_seq(),
+            TEXT,
+            hello=hello,
+            layouts=[wire.Layout(module=0, name=NASTY, revision=0, comm=NASTY, buckets=[bucket] * LOAD.buckets)],
+            unused=[wire.Unused(step=0, module=0, locally=[NASTY], globally=[NASTY])],
+            events=[wire.Event(kind="sampler_without_set_epoch", at_ns=0, detail={"sampler": NASTY})],
+        )
+
+
+class Bombs(Load):
+    """Decompression bombs, each of which must be refused."""
+
+    def __init__(self, tenants: tuple[Tenant, Tenant], seed: int) -> None:
+        super().__init__(tenants, seed)
+        self._bombs = list(bombs(self.tenant).items())
+
+    def work(self, client: httpx.Client, number: int) -> None:
+        """Send the next bomb."""
+        name, (body, headers) = self._bombs[number % len(self._bombs)]
+        path = f"/api/v1/runs/bombs/sources/{'b' * 16}/batches/1"
+        answer = client.put(self.tenant.collector.url + path, content=body, headers=headers | self.tenant.headers)
+        self.note(name, answer)
+        if answer.is_success:
+            self.strange[f"accepted: {name}"] += 1
+        time.sleep(_PAUSE_S)
+
+
+class Crowd(Load):
+    """Pulses of thousands of runs, their list page by page, and their metrics."""
+
+    def __init__(self, tenants: tuple[Tenant, Tenant], seed: int, runs: int) -> None:
+        super().__init__(tenants, seed)
+        self._runs, self._cursor = runs, ""
+        self._pulse = msgspec.structs.replace(reads.batch(CROWD_SHAPE, 0, 1), steps=None, spans=None)
+
+    def work(self, client: httpx.Client, number: int) -> None:
+        """Send a pulse; now and then read a page of the list or the metrics."""
+        run = f"{CROWD_PREFIX}{2 * self.random.randrange(self._runs // 2):05d}"
+        self.put(client, msgspec.structs.replace(self._pulse, run=run, seq=self.next_seq()))
+        if number % 10 == 0:
+            self.get(client, "/metrics?only=runs")
+        if number % 10 == 5:
+            self._next_page(client)
+        time.sleep(_PAUSE_S / 2)
+
+    def _next_page(self, client: httpx.Client) -> None:
+        url = f"{self.tenant.collector.url}/api/v1/runs?limit=500{self._cursor}"
+        answer = client.get(url, headers=self.tenant.headers)
+        self.note("a page of the list", answer)
+        following = answer.json()["next"] if answer.is_success else None
+        self._cursor = f"&cursor={following}" if following else ""
+
+
+class Readers(Load):
+    """Reports, figures, comparisons and traces, at once and beside readers that leave them unread."""
+
+    def work(self, client: httpx.Client, number: int) -> None:
+        """Request each kind of heavy read of one run."""
+        run = (HOSTILE, TEXT, WIDE)[number % 3]
+        paths = [f"/report.html?rank={number % 2}", "/compare?with=" + TEXT, "/trace", "/spans", "/unused", "/account"]
+        paths += [f"/figures/{name}.html" for name in _FIGURES] + [f"/figures/{name}" for name in _FIGURES]
+        path = self.random.choice(paths)
+        if number % 8 == 0:
+            with replace(self.tenant, run=run).slow_readers(4, path):
+                time.sleep(_HELD_S)
+            return
+        self.get(client, f"/api/v1/runs/{run}{path}")
+        time.sleep(_PAUSE_S)
+
+
+def _process(make: Callable[[], Load], place: Any, ended: Any, results: Any) -> None:
+    load, number = make(), 0
+    with httpx.Client(timeout=40) as client:
+        while not ended.is_set():
+            if (now := place.value) == IDLE:
+                time.sleep(0.1)
+                continue
+            load.tenant = load.tenants[now - HERE]
+            with suppress(httpx.HTTPError, OSError, ValueError):
+                load.work(client, number)
+            number += 1
+    results.put(dict(load.strange))
+
+
+@contextmanager
+def running(makers: list[Callable[[], Load]]) -> Iterator[tuple[Any, Counter[str]]]:
+    """Run loads in processes. Yields where they work, which the caller sets, and the strange responses at the end."""
+    context = multiprocessing.get_context("fork")
+    place, ended, results = context.Value("i", IDLE), context.Event(), context.Queue()
+    processes = [context.Process(target=_process, args=(make, place, ended, results)) for make in makers]
+    strange: Counter[str] = Counter()
+    for process in processes:
+        process.start()
+    try:
+        yield place, strange
+    finally:
+        ended.set()
+        for _ in processes:
+            with suppress(Exception):
+                strange.update(results.get(timeout=70))
+        for process in processes:
+            process.join(10)
+            process.kill()
