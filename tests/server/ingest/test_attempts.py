@@ -22,6 +22,7 @@ from tests.support.server.batches import (
     batch,
     get,
     hello,
+    pulse,
     put,
     spans,
     steps,
@@ -93,6 +94,36 @@ def test_a_restart_is_a_new_attempt_and_stays_the_latest(shared: Collector, run:
     assert details["attempt"] == "b" * 16
     assert stored_steps(shared.url, run) == [0, 1]
     assert get(shared.url, f"/runs/{run}/steps", attempt=ATTEMPT)["columns"]["step"] == [0, 1, 2, 3]
+
+
+def test_late_messages_of_an_old_attempt_do_not_take_the_run_over(shared: Collector, run: str) -> None:
+    """The restart trains; the old attempt's ranks then end, and one of them reports for the first time."""
+    second: list[dict[str, Any]] = [{"attempt": "b" * 16, "source": f"{rank:x}" * 16} for rank in (2, 3)]
+
+    def send(payload: wire.Batch) -> None:
+        answer = put(shared.url, payload)
+        assert answer.status_code == 201, answer.text
+
+    def event(kind: str, **detail: str | int | float | bool | None) -> list[wire.Event]:
+        return [wire.Event(kind=kind, at_ns=10 * 10**9, step=5, detail=detail)]
+
+    send(batch(run, hello=hello(), steps=steps(0, 3)))
+    for rank, fields in enumerate(second):
+        send(batch(run, rank=rank, hello=hello(), steps=steps(0, 5), pulse=pulse("code"), **fields))
+    before = get(shared.url, f"/runs/{run}")
+    send(batch(run, seq=1, steps=steps(3, 2), pulse=pulse("bucket", idle_s=60)))
+    send(batch(run, seq=2, events=event("failed", error="ValueError", phase="forward", exit_code=1)))
+    send(batch(run, rank=1, hello=hello("late"), steps=steps(0, 9), events=event("goodbye")))
+    after = get(shared.url, f"/runs/{run}")
+    kept = ("state", "attempt", "ranks", "steps")
+    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+    assert after["attempt"] == "b" * 16
+    assert (after["ranks"], after["steps"]) == (2, 5)
+    assert [rank["host"] for rank in get(shared.url, f"/runs/{run}/ranks")["ranks"]] == ["node", "node"]
+    old, new = get(shared.url, f"/runs/{run}/attempts")["attempts"]
+    assert (old["outcome"], old["first_rank"], new["outcome"]) == ("failed", 0, before["state"])
+    codes = {finding["code"] for finding in get(shared.url, f"/runs/{run}/diagnostics")["findings"]}
+    assert not codes & {"crash", "hang"}
 
 
 def test_two_collectors_number_concurrent_attempts_in_order(postgresql: databases.Fresh, tmp_path: Path) -> None:

@@ -61,6 +61,11 @@ def output_of(done: subprocess.CompletedProcess[str]) -> list[str]:
     return sorted([*_DIGEST.findall(done.stdout), *(_VARIES.sub("#", line) for line in others if line)])
 
 
+def digests(output: str) -> list[str]:
+    """The digests of parameters in a text, sorted."""
+    return sorted(_DIGEST.findall(output))
+
+
 def foreign_lines(done: subprocess.CompletedProcess[str]) -> Iterator[str]:
     """The lines on stderr that are not ours, without numbers."""
     for line in _BOX.sub("", done.stderr).splitlines():
