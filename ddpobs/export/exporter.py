@@ -40,6 +40,7 @@ class Exporter:
         encoder: Builds a batch from offered records; runs on the telemetry thread.
         ready: Whether the encoder can process a record without waiting for a device. Later records wait behind a record
             that is not ready.
+        settle: Called at the end if no identity has arrived; may set one.
 
     Attributes:
         all_delivered: Whether the exporter is closed and no batch of this process waits on disk.
@@ -50,9 +51,10 @@ class Exporter:
         config: TelemetryConfig,
         encoder: Callable[[Sequence[object], Envelope], wire.Batch],
         ready: Callable[[object], bool] = lambda _: True,
+        settle: Callable[[], object] = lambda: None,
     ) -> None:
         self._config = config
-        self._warn = Once()
+        self._warn, self._settle = Once(), settle
         self._queue = RecordQueue(config, ready)
         self._cutter = BatchCutter(self._queue, encoder, self._warn)
         self._schedule = Schedule(config.flush_s)
@@ -237,6 +239,8 @@ class Exporter:
             time.sleep(SLACK_S / 2)
         for call in self._schedule.calls:
             self._guard(f"periodic {call}", call)
+        if self._cutter.identity is None:
+            self._guard("identity", self._settle)
         self._guard("batch", self._cut_everything)
         lost = self._queue.weight
         self.count_lost(lost)

@@ -111,6 +111,14 @@ class Rendezvous:
             return not self._identities.is_leader or time.monotonic() - self._created_at >= _PROMPT_S
         return True
 
+    def settle(self) -> None:
+        """Accept an identity now, at the end of a process: another rank's, or this rank's own proposal."""
+        with self._until_store_is_gone():
+            if self._identities is not None and not self._is_identified:
+                identity = self._identities.poll(wait=False)
+                if identity is not None:
+                    self._accept(identity)
+
     @property
     def processes(self) -> dict[int, str]:
         """State of this host's processes that no longer run, by rank, while this rank stands still."""

@@ -136,7 +136,7 @@ def _from_script(environ: Mapping[str, str], above: Collection[int] = ()) -> str
     """
     began_s, digits = time.time(), secrets.token_hex(3)
     agent = _agent(environ, above)
-    if agent is not None and (ticks := _start_ticks(agent)) is not None:
+    if agent is not None and (ticks := start_ticks(agent)) is not None:
         began_s = _boot_s() + ticks / os.sysconf("SC_CLK_TCK")
         key = f"{socket.gethostname()} {environ['TORCHELASTIC_RUN_ID']} {agent} {ticks} {_boot_s()}"
         digits = hashlib.sha256(key.encode()).hexdigest()[:6]
@@ -180,7 +180,7 @@ def parent_of(pid: int) -> int | None:
     return _field(pid, 1)
 
 
-def _start_ticks(pid: int) -> int | None:
+def start_ticks(pid: int) -> int | None:
     """Return the start of a process in clock ticks since the boot; None where /proc does not have it."""
     return _field(pid, 19)
 

@@ -93,7 +93,7 @@ class Telemetry:
         self._recorders: list[ModuleRecorder] = []
         self._modules = 0
         self._run = ""
-        self._exporter = Exporter(config, self._encode, partial(has_passed, self._clock))
+        self._exporter = Exporter(config, self._encode, partial(has_passed, self._clock), self._settle)
         self._rendezvous = Rendezvous(
             config,
             rank,
@@ -309,6 +309,9 @@ class Telemetry:
 
     def _find_identity(self) -> object:
         return DONE if self._rendezvous.find_identity() else None
+
+    def _settle(self) -> None:
+        self._rendezvous.settle()
 
     def _identify(self, shared: RunIdentity) -> None:
         rank, world_size, source, host = self._job
