@@ -4,6 +4,7 @@ DdpobsError
   ConfigError             a setting (ValueError)
   DataParallelError       torch.nn.DataParallel instead of DDP (TypeError)
   WireError               a batch (ValueError)
+  TraceFileError          a trace that is to be imported (ValueError)
   CollectorError          a request to the collector (RuntimeError)
   HorovodError            a call of Horovod's interface (ValueError)
   HorovodInternalError    a collective of Horovod's interface that failed (RuntimeError)
@@ -62,6 +63,20 @@ class WireError(DdpobsError, ValueError):
     def __init__(self, field: str, expected: str, actual: object) -> None:
         super().__init__(f"{field}: expected {expected}, got {actual}")
         self.field, self.expected, self.actual = field, expected, actual
+
+
+class TraceFileError(DdpobsError, ValueError):
+    """A file that is to be imported is no trace, or not a whole one.
+
+    Attributes:
+        path: The file.
+        expected: What was expected in it.
+        actual: What came instead.
+    """
+
+    def __init__(self, path: object, expected: str, actual: object) -> None:
+        super().__init__(f"{path}: expected {expected}, got {actual}")
+        self.path, self.expected, self.actual = path, expected, actual
 
 
 class CollectorError(DdpobsError, RuntimeError):

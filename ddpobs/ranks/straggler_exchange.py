@@ -62,9 +62,7 @@ class Exchange:
         If the table cannot hold all collectives, it holds a half, a quarter or an eighth of them: the same ones on all
         ranks.
         """
-        own = [getattr(steps, f"own_{name}_ns") for name in wire.OWN_PHASES]
-        facts = (steps.collective, steps.end_ns - steps.start_ns, steps.exposed_comm_ns)
-        rows = np.stack([*facts, *own], axis=1)[steps.own_ns != wire.UNKNOWN]
+        rows = rows_of(steps)
         self._added.append(len(rows))
         self._inverse_share = 1 << max(0, math.ceil(math.log2(max(1, sum(self._added)) / self._most)))
         rows, older = self._sample(rows), self._sample(self._rows)
@@ -104,6 +102,14 @@ class Exchange:
     def _unseen(self, table: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Select the rows that no statistics cover yet."""
         return table[table[:, 0] > self._last_compared]
+
+
+def rows_of(steps: wire.Steps) -> npt.NDArray[np.int64]:
+    """Return a row for each step with own time, shape [rows, COLUMNS]."""
+    own = [getattr(steps, f"own_{name}_ns") for name in wire.OWN_PHASES]
+    facts = (steps.collective, steps.end_ns - steps.start_ns, steps.exposed_comm_ns)
+    rows: npt.NDArray[np.int64] = np.stack([*facts, *own], axis=1)[steps.own_ns != wire.UNKNOWN]
+    return rows
 
 
 def join(tables: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:

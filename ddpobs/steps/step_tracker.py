@@ -43,10 +43,11 @@ class StepTracker(Timeline):
 
     Args:
         on_step: Called with each closed `RawStep`.
+        first: Number of the first step, and of its synchronised backward.
     """
 
-    def __init__(self, on_step: Callable[[RawStep], object]) -> None:
-        super().__init__(on_step)
+    def __init__(self, on_step: Callable[[RawStep], object], first: int = 0) -> None:
+        super().__init__(on_step, first)
         self._optimizer_waits = False
         """An optimizer was called before any step began."""
 

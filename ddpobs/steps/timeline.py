@@ -15,6 +15,7 @@ class Timeline:
 
     Args:
         on_step: Called with each closed `RawStep`.
+        first: Number of the first step, and of its synchronised backward.
 
     Attributes:
         stamp: Stamp of the current event.
@@ -25,21 +26,21 @@ class Timeline:
         calls: Phases of the calls under way, the innermost last.
         step: The open step.
         clean: Own time may be measured from the last synchronisation on.
-        collective: Sequence number of the last synchronised backward in this process; -1 before the first.
+        collective: Sequence number of the last synchronised backward in this process; `first - 1` before the first.
         evaluations: What belongs to an evaluation.
         steps_with_barrier: Consecutive steps with a wait at a barrier.
     """
 
-    def __init__(self, on_step: Callable[[RawStep], object]) -> None:
+    def __init__(self, on_step: Callable[[RawStep], object], first: int = 0) -> None:
         self._on_step = on_step
-        self._number = 0
+        self._number = first
         self.stamp: Stamp = 0
         self.gap_is_data = self.gap_is_pure = False
         self.base = OTHER
         self.calls: list[int] = []
         self.step: OpenStep | None = None
         self.clean = False
-        self.collective = -1
+        self.collective = first - 1
         self.evaluations = EvaluationGuess()
         self.steps_with_barrier = 0
 

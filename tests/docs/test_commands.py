@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import shlex
@@ -26,6 +27,7 @@ from benchmarks.rig.training import PATIENT
 from ddpobs import wire
 from ddpobs.cli import main as commands
 from ddpobs.export.spool import Encoded, Spool
+from tests.support.profiler_traces import trace
 from tests.support.server.batches import batch, source_of, steps
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +111,9 @@ def environment(folder: Path) -> dict[str, str]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("commands")
     (folder / "train.py").write_text(SCRIPT)
+    for rank in range(2):
+        packed = gzip.compress(trace(folder, f"trace_rank{rank}.json", rank).read_bytes())
+        (folder / f"trace_rank{rank}.json.gz").write_bytes(packed)
     payload = zstandard.compress(wire.encode(batch(SPOOLED, steps=steps(0, 4))))
     Spool(folder / "spool", 10**6).put(Encoded(SPOOLED, source_of(0), 0, 4, payload), 0, lambda *_: None)
     start = min(SERVERS, key=len)

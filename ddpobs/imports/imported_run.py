@@ -1,0 +1,156 @@
+"""The batches of an imported run: what its ranks would have sent.
+
+Run, sources and batches have the names that their files give them, so an import that is repeated stores nothing twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+
+import ddpobs
+from ddpobs import wire
+from ddpobs.errors import TraceFileError
+from ddpobs.imports.arrivals import Arrival, arrivals, peers
+from ddpobs.imports.rank_trace import RankTrace
+from ddpobs.imports.replay import Replayed, replay
+from ddpobs.steps.account import Account, StartUp, Tail
+
+_STEPS = 1_000
+"""Steps of a batch."""
+IMPORTED = "imported"
+"""Setting that names the format of an imported trace."""
+
+
+def numbered(traces: Sequence[RankTrace]) -> list[RankTrace]:
+    """Give each trace a rank: its own, or if no file tells one, its position.
+
+    Raises:
+        TraceFileError: Two files are of the same rank, or some tell their rank and others do not.
+    """
+    if all(trace.rank is None for trace in traces):
+        return [replace(trace, rank=index, world_size=len(traces)) for index, trace in enumerate(traces)]
+    by_rank: dict[int, RankTrace] = {}
+    for trace in traces:
+        if trace.rank is None:
+            raise TraceFileError(trace.source, "the number of the rank, as the other files tell it", "none")
+        if trace.rank in by_rank:
+            other = by_rank[trace.rank].source
+            raise TraceFileError(trace.source, "one file of each rank", f"rank {trace.rank}, as in {other}")
+        by_rank[trace.rank] = trace
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+class ImportedRun:
+    """The ranks' traces with their steps.
+
+    Args:
+        traces: One of each rank, as `numbered` returns them.
+        run: Name of the run.
+        file_format: Name of the format, which the run shows.
+
+    Raises:
+        TraceFileError: A trace has no step that reduced gradients.
+    """
+
+    def __init__(self, traces: Sequence[RankTrace], run: str, file_format: str) -> None:
+        self._traces, self._run, self._format = traces, run, file_format
+        self.ranks = [trace.rank or 0 for trace in traces]
+        self.world_size = max(len(traces), *(trace.world_size or 0 for trace in traces), *(r + 1 for r in self.ranks))
+        self._replayed = [replay(trace) for trace in traces]
+        for trace, replayed in zip(traces, self._replayed, strict=True):
+            if not len(replayed.summary.steps):
+                raise TraceFileError(trace.source, "a step that reduces gradients from its begin to its end", "none")
+
+    @property
+    def steps(self) -> list[wire.Steps]:
+        """Steps of each rank."""
+        return [replayed.summary.steps for replayed in self._replayed]
+
+    @property
+    def arrivals(self) -> list[Arrival]:
+        """The ranks that arrived last."""
+        return arrivals(self.steps, self.ranks)
+
+    def batches(self) -> Iterator[wire.Batch]:
+        """Yield the run's batches, rank by rank."""
+        attempt = _nonce(self._run, *(_identity(trace) for trace in self._traces))
+        compared = peers(self.steps, self.ranks)
+        for trace, replayed in zip(self._traces, self._replayed, strict=True):
+            rank = trace.rank or 0
+            begun = wire.Batch(
+                version=wire.VERSION,
+                run=self._run,
+                attempt=attempt,
+                source=_nonce(attempt, str(rank)),
+                seq=0,
+                rank=rank,
+                world_size=self.world_size,
+                emitted=0,
+                dropped=0,
+                anchor=_anchor(trace, int(replayed.summary.steps.end_ns[-1])),
+                hello=_hello(trace, self._format),
+                layouts=replayed.layouts,
+                peers=[compared] if compared is not None and rank == self.ranks[0] else [],
+            )
+            yield from _filled(begun, replayed)
+
+
+def _filled(begun: wire.Batch, replayed: Replayed) -> Iterator[wire.Batch]:
+    """Yield the batches of a rank: the first one as it is begun, with the first steps."""
+    steps, spans, comms = replayed.summary[:3]
+    account = Account(_start(steps))
+    account.add(steps, replayed.summary.outside, replayed.summary.compiled_ns)
+    end_ns, emitted = int(steps.end_ns[-1]), 0
+    begins = range(0, len(steps), _STEPS)
+    for seq, begin in enumerate(begins):
+        part = steps.select(slice(begin, begin + _STEPS))
+        first, last = int(part.step[0]), int(part.step[-1])
+        is_last = seq == len(begins) - 1
+        batch = msgspec.structs.replace(
+            begun,
+            seq=seq,
+            layouts=begun.layouts if seq == 0 else [],
+            peers=begun.peers if seq == 0 else [],
+            steps=part,
+            spans=spans.select((spans.step >= first) & (spans.step <= last)),
+            comms=comms.select((comms.step >= first) & (comms.step <= last)),
+            account=account.at(Tail(end_ns, last + 1, finished=True)) if is_last else None,
+            events=[wire.Event(kind="goodbye", at_ns=end_ns, step=last)] if is_last else [],
+        )
+        emitted += wire.records(batch)
+        yield msgspec.structs.replace(batch, emitted=emitted)
+
+
+def _start(steps: wire.Steps) -> StartUp:
+    """A trace begins when its first step does: nothing is known of the process before."""
+    begin_ns = int(steps.start_ns[0])
+    return StartUp(None, begin_ns, begin_ns)
+
+
+def _anchor(trace: RankTrace, end_ns: int) -> wire.Anchor:
+    return wire.Anchor(wall_ns=trace.wall_ns + end_ns, monotonic_ns=end_ns)
+
+
+def _hello(trace: RankTrace, file_format: str) -> wire.Hello:
+    return wire.Hello(
+        host=trace.host or "unknown",
+        pid=0,
+        device=trace.device,
+        backend=trace.backend,
+        versions={"ddpobs": ddpobs.__version__},
+        settings={IMPORTED: file_format, "file": trace.source},
+    )
+
+
+def _identity(trace: RankTrace) -> str:
+    begins = np.array([call.began_ns for call in trace.calls], np.int64)
+    return f"{trace.source} {trace.rank} {hashlib.sha256(begins.tobytes()).hexdigest()}"
+
+
+def _nonce(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,153 @@
+"""A trace, told to the step tracker in the order in which its training told it: the tracker makes the same steps of it.
+
+Collectives that were launched in a backward are its gradient buckets. Any other collective counts as communication
+where nothing was computed beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from ddpobs import wire
+from ddpobs.clocks import HostClock
+from ddpobs.imports.rank_trace import Call, Collective, RankTrace
+from ddpobs.steps.raw_step import NO_INPUT, RawStep
+from ddpobs.steps.step_columns import RawSteps
+from ddpobs.steps.step_tracker import StepTracker
+from ddpobs.steps.summary import Summariser, Summary
+
+_REDUCED = ("all_reduce", "reduce_scatter")
+"""Collectives that reduce gradients."""
+_USER = wire.COMM_KINDS.index("user")
+
+
+class _Work(NamedTuple):
+    """A collective that tells how long it was under way."""
+
+    took_ns: int
+
+    def _get_duration(self) -> float:
+        return self.took_ns / 1e6
+
+
+@dataclass
+class _Backward:
+    """Stamps of a backward's buckets, in the form of a live module's record (`recording.module_recorder`)."""
+
+    revision: int
+    module: int = 0
+    ready_ns: list[int] = field(default_factory=list)
+    launched_ns: list[int] = field(default_factory=list)
+    done_ns: list[int] = field(default_factory=list)
+    works: dict[int, Any] = field(default_factory=dict)
+    last_ready: int = 0
+    parameter_ready_ns: list[int] | None = None
+
+
+class Replayed(NamedTuple):
+    """The steps of a trace, and the layouts of their buckets."""
+
+    summary: Summary
+    layouts: list[wire.Layout]
+
+
+class _Layouts:
+    """Layouts in the order in which backward passes used them."""
+
+    def __init__(self) -> None:
+        self.known: list[wire.Layout] = []
+        self._sizes: dict[tuple[int, ...], int] = {}
+
+    def revision(self, collectives: list[Collective]) -> int:
+        """Number of the layout with these buckets; a new one is added."""
+        sizes = tuple(one.size_bytes for one in collectives)
+        if sizes not in self._sizes:
+            self._sizes[sizes] = len(self.known)
+            buckets = [wire.Bucket(size_bytes=one.size_bytes, dtype=one.dtype, parameters=[]) for one in collectives]
+            self.known.append(
+                wire.Layout(module=0, name="model", revision=len(self.known), comm="all_reduce", buckets=buckets)
+            )
+        return self._sizes[sizes]
+
+
+def replay(trace: RankTrace) -> Replayed:
+    """Return the steps of a trace. A step that has begun at its end, and not reduced its gradients, is left out."""
+    raws: list[RawStep] = []
+    tracker = StepTracker(raws.append, first=trace.steps[0][0] if trace.steps else 0)
+    layouts = _Layouts()
+    buckets, others = _shared_out(trace)
+    events: list[tuple[int, Callable[[], object]]] = []
+    following = [call.began_ns for call in trace.calls[1:]]
+    for call, reduced, next_ns in zip_longest(trace.calls, buckets, following):
+        is_late = next_ns is not None and not trace.on_device
+        events += _told(tracker, trace, call, _done_before(reduced, next_ns) if is_late else reduced, layouts)
+    for one in others:
+        events.append((one.launched_ns, partial(_wait, tracker, trace, one)))
+    for at_ns, tell in sorted(events, key=lambda event: event[0]):
+        tracker.stamp = trace.stamp(at_ns)
+        tell()
+    tracker.training_finished()
+    return Replayed(Summariser().summarise(RawSteps.from_steps(raws, HostClock())), layouts.known)
+
+
+def _shared_out(trace: RankTrace) -> tuple[list[list[Collective]], list[Collective]]:
+    """The buckets of each call, and all other collectives."""
+    buckets: list[list[Collective]] = [[] for _ in trace.calls]
+    others: list[Collective] = []
+    backwards = [index for index, call in enumerate(trace.calls) if call.kind == "backward"]
+    at = 0
+    for one in trace.collectives:
+        while at < len(backwards) and trace.calls[backwards[at]].ended_ns < one.launched_ns:
+            at += 1
+        inside = at < len(backwards) and trace.calls[backwards[at]].began_ns <= one.launched_ns
+        if inside and one.name in _REDUCED:
+            buckets[backwards[at]].append(one)
+        else:
+            others.append(one)
+    return buckets, others
+
+
+def _done_before(reduced: list[Collective], next_ns: int) -> list[Collective]:
+    """The buckets, done when the next call begins: a thread may note a completion after training has seen it."""
+    return [one._replace(done_ns=min(one.done_ns, next_ns)) for one in reduced]
+
+
+def _told(
+    tracker: StepTracker, trace: RankTrace, call: Call, reduced: list[Collective], layouts: _Layouts
+) -> list[tuple[int, Callable[[], object]]]:
+    """The events of a call, with their times."""
+    if call.kind == "fetch":
+        return [(call.began_ns, lambda: tracker.fetch_began(True, False)), (call.ended_ns, tracker.fetch_ended)]
+    if call.kind == "forward":
+        return [(call.began_ns, lambda: tracker.forward_began(0, True, *NO_INPUT))]
+    if call.kind == "optimizer":
+        return [(call.began_ns, tracker.optimizer_began), (call.ended_ns, tracker.optimizer_ended)]
+
+    def end() -> None:
+        if reduced:
+            tracker.gradients_reduced(0, _record(trace, reduced, layouts.revision(reduced)), False)
+        tracker.stamp = max([tracker.stamp, *(one.done_ns for one in reduced)])
+        tracker.backward_ended()
+
+    return [(call.began_ns, tracker.backward_began), (call.ended_ns, end)]
+
+
+def _record(trace: RankTrace, reduced: list[Collective], revision: int) -> _Backward:
+    record = _Backward(revision)
+    for index, one in enumerate(reduced):
+        launched_ns = trace.stamp(one.launched_ns)
+        record.ready_ns.append(launched_ns)
+        record.launched_ns.append(launched_ns)
+        record.done_ns.append(one.done_ns)
+        if one.started_ns:
+            record.works[index] = _Work(one.done_ns - one.started_ns)
+    return record
+
+
+def _wait(tracker: StepTracker, trace: RankTrace, one: Collective) -> None:
+    for began_ns, ended_ns in trace.uncovered(one.started_ns or one.launched_ns, one.done_ns):
+        tracker.comm_ended(0, _USER, began_ns, ended_ns)

@@ -1,0 +1,93 @@
+"""Traces of torch.profiler, recorded beside live telemetry: the imported run tells what the live one tells."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from benchmarks.faults.launch import ranks_of
+from benchmarks.rig import patience
+from benchmarks.rig.training import PATIENT
+from ddpobs import Client, wire
+from tests.support.cli import ddpobs
+from tests.support.integration.slow_ranks import get, stragglers
+
+pytestmark = pytest.mark.alone
+
+STEPS = 60
+SCRIPT = Path(__file__).parent / "scripts" / "profiled.py"
+LIVE, IMPORTED = "profiled", "imported"
+TOLERANCE = 0.01
+"""Maximum difference of a phase, as a share of the step."""
+
+
+@pytest.fixture(scope="module")
+def traces(url: str, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A trace of each rank of a training that reported to the collector."""
+    folder = tmp_path_factory.mktemp("traces")
+    environ = {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": LIVE} | PATIENT
+    with ranks_of(SCRIPT, str(folder), str(STEPS), ranks=2, folder=folder, environ=environ) as ranks:
+        ended = [process.wait(patience.HANG_S) for process in ranks.processes]
+        assert not any(ended), ranks.logs()
+    return [folder / f"rank{rank}.json" for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def said(url: str, traces: list[Path]) -> str:
+    """What the command said."""
+    done = ddpobs("import", *map(str, traces), "--run", IMPORTED, "--collector", url)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_command_names_the_rank_that_arrived_last(said: str, url: str) -> None:
+    lines = said.splitlines()
+    assert lines[0] == f"run {IMPORTED}: {STEPS} steps of ranks 0 and 1"
+    assert lines[1].startswith("rank 1 arrived last in ")
+    assert lines[1].endswith("most of it in other")
+    assert lines[-1] == f"{url}/runs/{IMPORTED}"
+
+
+def test_phases_are_those_of_the_live_run(said: str, url: str) -> None:
+    live, imported = (Client(url).run(name) for name in (LIVE, IMPORTED))
+    for rank in range(2):
+        columns = imported.steps(rank=rank)
+        first, last = int(columns["step"][1]), int(columns["step"][-2])
+        beside = live.steps(rank=rank, first=first, last=last)
+        columns = imported.steps(rank=rank, first=first, last=last)
+        step_ns = float((columns["end_ns"] - columns["start_ns"]).mean())
+        assert columns["step"].tolist() == beside["step"].tolist()
+        for phase in (*(f"{name}_ns" for name in wire.PHASES), "own_ns"):
+            difference_ns = float(np.median(columns[phase] - beside[phase]))
+            assert abs(difference_ns) <= TOLERANCE * step_ns, (rank, phase)
+
+
+def test_the_same_rank_is_slow_in_the_same_phase(said: str, url: str) -> None:
+    (live,), (imported,) = stragglers(url, LIVE), stragglers(url, IMPORTED)
+    assert (imported["ranks"], imported["phase"]) == (live["ranks"], live["phase"]) == ([1], "other")
+    assert imported["evidence"]["excess_ns"] == pytest.approx(live["evidence"]["excess_ns"], rel=0.05)
+
+
+def test_only_the_live_run_tells_of_clocks_and_losses(said: str, url: str) -> None:
+    codes = {finding["code"] for finding in get(url, IMPORTED, "/diagnostics")["findings"]}
+    assert codes <= {finding["code"] for finding in get(url, LIVE, "/diagnostics")["findings"]}
+    assert get(url, IMPORTED)["state"] == "finished"
+
+
+def test_an_import_repeated_stores_nothing_twice(said: str, url: str, traces: list[Path]) -> None:
+    again = ddpobs("import", *map(str, traces), "--run", IMPORTED, "--collector", url)
+    assert (again.returncode, again.stdout) == (0, said)
+    assert len(get(url, IMPORTED, "/attempts")["attempts"]) == 1
+    assert len(get(url, IMPORTED, "/steps")["columns"]["step"]) == 2 * STEPS
+
+
+def test_a_trace_that_is_cut_off_imports_nothing(url: str, traces: list[Path], tmp_path: Path) -> None:
+    cut = tmp_path / "cut.json"
+    cut.write_bytes(traces[1].read_bytes()[:-2000])
+    done = ddpobs("import", str(traces[0]), str(cut), "--run", "cut-off", "--collector", url)
+    assert done.returncode == 2
+    assert f"{cut}: expected a whole list of events, got" in done.stderr
+    assert httpx.get(f"{url}/api/v1/runs/cut-off").status_code == 404
