@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from dashboards.panels import OVER, Row, board, lines, number, stacked, variable
+from dashboards.panels import OVER, Row, board, lines, number, stacked, top, variable
 
 INSTANCE = 'instance=~"$instance"'
 LEGEND = "{{instance}}"
+_MOST_DROPPED = top(
+    "sum by (run) (ddpobs_telemetry_dropped_total)", "run", "sum by (run) (ddpobs_telemetry_dropped_total @ end())"
+)
 
 
 def collector() -> dashboard.Dashboard:
@@ -159,7 +162,7 @@ def _rows() -> list[Row]:
                 ),
                 lines(
                     "Records dropped by ranks",
-                    [("sum by (run) (ddpobs_telemetry_dropped_total)", "{{run}}")],
+                    [(_MOST_DROPPED, "{{run}}")],
                     "short",
                     "Telemetry records lost before they reached the collector. 0 is good.",
                 ),

@@ -4,48 +4,81 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from dashboards.panels import OVER, RUN, Row, bars, lines, number, of_runs, rows_of
+from dashboards.panels import (
+    OVER,
+    RUN,
+    SEVERITIES,
+    TOP,
+    Row,
+    bars,
+    color_of,
+    lines,
+    number,
+    of_runs,
+    over_range,
+    states,
+    top,
+)
+from dashboards.tables import findings
+
+_STATES = {
+    "running": "green",
+    "finished": "blue",
+    "interrupted": "purple",
+    "stalled": "orange",
+    "hung": "red",
+    "failed": "dark-red",
+    "lost": "semi-dark-red",
+}
 
 
 def fleet() -> dashboard.Dashboard:
     """Return the dashboard."""
-    return of_runs("ddpobs: fleet", "ddpobs-fleet", "All runs: which of them needs attention.", _rows())
+    title, uid = "ddpobs: fleet", "ddpobs-fleet"
+    return of_runs(title, uid, "All runs: which of them needs attention.", _rows(), every=True)
+
+
+def states_of_runs() -> str:
+    """Return the position of each run's state in the list of states, from 1."""
+    numbered = (f'ddpobs_run_state{{{RUN},state="{state}"}} * {n}' for n, state in enumerate(_STATES, 1))
+    return f"max by (run) ({' or '.join(numbered)})"
+
+
+def _largest(expr: str) -> str:
+    """The runs with the most steps of all ranks in the time range."""
+    return top(expr, "run", over_range("ddpobs_steps_total", RUN, "run"))
 
 
 def _rows() -> list[Row]:
-    by_state = f"sum by (run, state) (ddpobs_run_state{{{RUN}}})"
     lost = (
         f"sum by (run) (ddpobs_phase_seconds_total{{{RUN}}}) "
         f"* on (run) (1 / (ddpobs_goodput_ratio{{{RUN}}} > 0) - 1) / 3600"
     )
+    waited = f"sum by (run) (ddpobs_comm_wait_seconds_total{{{RUN}}}) / 3600"
+    severities = number(
+        "Findings by severity",
+        f"sum by (severity) (ddpobs_findings{{{RUN}}})",
+        "short",
+        24,
+        "Open findings of all runs. Critical ones cost a quarter of the time or more.",
+        legend="{{severity}}",
+    )
+    for severity, color in SEVERITIES.items():
+        severities = severities.override_by_name(severity, [color_of(color)])
     return [
         (
             "Runs",
             [
-                rows_of(
-                    "Findings",
-                    f'sort_desc(ddpobs_finding_gain_ratio{{{RUN},severity=~"warning|critical"}})',
-                    "Each finding with its ranks, its phase and the predicted gain; the largest gain first. "
-                    "An empty table is "
-                    "good. A row's link leads to the remedy.",
-                    24,
-                ),
-                number(
-                    "Findings by severity",
-                    f"sum by (severity) (ddpobs_findings{{{RUN}}})",
-                    "short",
-                    8,
-                    "Open findings of all runs. Critical ones cost a quarter of the time or more.",
-                    legend="{{severity}}",
-                ),
-                number(
+                states(
                     "States",
-                    by_state,
-                    "short",
-                    16,
-                    "running is good; hung, failed, lost and stalled are bad; a person ends a run as interrupted.",
-                    legend="{{run}}: {{state}}",
+                    _largest(states_of_runs()),
+                    "{{run}}",
+                    _STATES,
+                    "State of the largest runs. running is good; hung, failed, lost and stalled are bad; a person ends "
+                    "a run as interrupted.",
                 ),
+                findings(24),
+                severities.height(4),
             ],
         ),
         (
@@ -53,20 +86,21 @@ def _rows() -> list[Row]:
             [
                 lines(
                     "Steps a second, by run",
-                    [(f"avg by (run) (rate(ddpobs_steps_total{{{RUN}}}[{OVER}]))", "{{run}}")],
+                    [(_largest(f"avg by (run) (rate(ddpobs_steps_total{{{RUN}}}[{OVER}]))"), "{{run}}")],
                     "short",
-                    "A level line is good. A drop begins a slow stretch, and a gap is a restart or a hang.",
+                    "The largest runs. A level line is good. A drop begins a slow stretch, and a gap is a restart or a "
+                    "hang.",
                 ),
                 lines(
                     "Goodput",
-                    [(f"ddpobs_goodput_ratio{{{RUN}}}", "{{run}}")],
+                    [(_largest(f"max by (run) (ddpobs_goodput_ratio{{{RUN}}})"), "{{run}}")],
                     "percentunit",
                     "Share of the wall time in steps that no restart repeated. 90 % is good, below 50 % is bad.",
                     bounds=(0.9, 0.5),
                 ),
                 bars(
                     "GPU-hours lost",
-                    lost,
+                    f"topk({TOP}, {lost})",
                     "h",
                     "Hours of all ranks outside of productive steps, from goodput and the time in steps. "
                     "Small is good.",
@@ -74,7 +108,7 @@ def _rows() -> list[Row]:
                 ),
                 bars(
                     "GPU-hours spent waiting for the last rank",
-                    f"sum by (run) (ddpobs_comm_wait_seconds_total{{{RUN}}}) / 3600",
+                    f"topk({TOP}, {waited})",
                     "h",
                     "Hours in which ranks waited for the slowest one, in the compared steps. Small is good.",
                     legend="{{run}}",

@@ -1,10 +1,25 @@
-"""Panels, variables, links and annotations that the dashboards share."""
+"""Panels, variables, links and annotations that the dashboards share.
+
+A panel has at most `TOP` lines, however many ranks, buckets or runs there are: `top` selects them once for the whole
+time range.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grafana_foundation_sdk.builders import bargauge, dashboard, prometheus, stat, statushistory, table, timeseries
+from ddpobs_server.figures.theme import PART_COLORS, PART_TITLES
+from grafana_foundation_sdk.builders import (
+    barchart,
+    bargauge,
+    dashboard,
+    prometheus,
+    stat,
+    statetimeline,
+    statushistory,
+    table,
+    timeseries,
+)
 from grafana_foundation_sdk.builders.common import GraphThresholdsStyleConfig, ReduceDataOptions, StackingConfig
 from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models.common import GraphThresholdsStyleMode, StackingMode
@@ -12,8 +27,11 @@ from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DashboardLinkType,
     DataSourceRef,
+    DynamicConfigValue,
     Threshold,
     ThresholdsMode,
+    ValueMap,
+    ValueMappingResult,
     VariableHide,
     VariableRefresh,
 )
@@ -23,7 +41,20 @@ OVER = "$__rate_interval"
 """Range of every rate: four scrapes of the data source's interval, so that a young run shows its true rate."""
 RUN = 'run=~"$run"'
 RANK = f'{RUN},rank=~"$rank"'
-Panel = stat.Panel | timeseries.Panel | bargauge.Panel | table.Panel | statushistory.Panel
+TOP = 12
+"""Maximum number of lines of a panel."""
+COLORS = {PART_TITLES[part]: color for part, color in PART_COLORS.items()}
+"""Colour of each part of a step by its title, as on the page."""
+SEVERITIES = {"critical": "red", "warning": "orange", "info": "blue"}
+Panel = (
+    stat.Panel
+    | timeseries.Panel
+    | bargauge.Panel
+    | barchart.Panel
+    | table.Panel
+    | statushistory.Panel
+    | statetimeline.Panel
+)
 Row = tuple[str, list[Panel]]
 """A title and the panels under it."""
 
@@ -54,9 +85,20 @@ def board(
     return result
 
 
-def of_runs(title: str, uid: str, description: str, rows: list[Row], *, ranks: bool = False) -> dashboard.Dashboard:
-    """Return a dashboard with a choice of runs, and of ranks if asked for, and annotations of what happened to them."""
-    variables = [variable("run", "label_values(ddpobs_run_info, run)"), _page_address()]
+def of_runs(
+    title: str, uid: str, description: str, rows: list[Row], *, every: bool = False, ranks: bool = False
+) -> dashboard.Dashboard:
+    """Return a dashboard with a choice of runs, and annotations of what happened to them.
+
+    Args:
+        title: Title of the dashboard.
+        uid: Its identifier in addresses.
+        description: What it answers.
+        rows: Its panels.
+        every: Whether all runs are chosen at first, instead of one.
+        ranks: Whether ranks are chosen too.
+    """
+    variables = [variable("run", "label_values(ddpobs_run_info, run)", every=every), _page_address()]
     if ranks:
         variables.insert(1, variable("rank", 'label_values(ddpobs_steps_total{run=~"$run"}, rank)'))
     result = board(title, uid, description, variables, rows)
@@ -99,10 +141,11 @@ def _annotation(name: str, series: str, color: str, text: str) -> dashboard.Anno
     return _Annotation(name, text).icon_color(color).expr(first)
 
 
-def variable(name: str, values: str) -> dashboard.QueryVariable:
-    """Return a choice of several of a label's values."""
-    choice = dashboard.QueryVariable(name).label(name.capitalize()).datasource(SOURCE).query(values)
-    return choice.include_all(True).multi(True).all_value(".+").refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+def variable(name: str, values: str, *, every: bool = True) -> dashboard.QueryVariable:
+    """Return a choice of several of a label's values; the first one is chosen at first, or all of them."""
+    choice = dashboard.QueryVariable(name).label(name.capitalize()).datasource(SOURCE).query(values).multi(True)
+    choice = choice.refresh(VariableRefresh.ON_TIME_RANGE_CHANGED).include_all(every)
+    return choice.all_value(".+") if every else choice
 
 
 def _page_address() -> dashboard.QueryVariable:
@@ -129,6 +172,25 @@ def _link(title: str, url: str) -> dashboard.DashboardLink:
 def query(expr: str, legend: str, ref: str = "A") -> prometheus.Dataquery:
     """Return a query to Prometheus with the legend of its series."""
     return prometheus.Dataquery().expr(expr).legend_format(legend).ref_id(ref).datasource(SOURCE)
+
+
+def top(expr: str, by: str, ranking: str, count: int = TOP) -> str:
+    """Return the series of an expression that have the highest ranking at the end of the time range.
+
+    `topk` alone selects anew at each point in time, so that a panel may have any number of lines.
+
+    Args:
+        expr: Series with at least the labels `by`.
+        by: Labels that name a line, such as `run, rank`.
+        ranking: Series of these labels alone, evaluated at the range's end by `@ end()`.
+        count: Number of lines.
+    """
+    return f"({expr}) and on ({by}) topk({count}, {ranking})"
+
+
+def over_range(metric: str, selector: str, by: str) -> str:
+    """Return a counter's mean rate in the time range, at its end, by labels: a ranking for `top`."""
+    return f"sum by ({by}) (rate({metric}{{{selector}}}[$__range] @ end()))"
 
 
 def limits(warning: float, critical: float) -> dashboard.ThresholdsConfig:
@@ -203,9 +265,27 @@ def heat(
     return panel.with_target(query(expr, legend)).thresholds(limits(*bounds)).data_links([*links_of_run()])
 
 
-def rows_of(title: str, expr: str, description: str, span: int) -> table.Panel:
-    """Return a table of the series that exist now, with their labels as columns."""
-    rows = query(expr, "").instant().format("table")  # type: ignore[arg-type]
-    panel = table.Panel().title(title).description(description).datasource(SOURCE).unit("percentunit")
-    link = _link("The run's page", "${page}/runs/${__data.fields.run}")
-    return panel.height(8).span(span).data_links([link]).with_target(rows)
+def states(title: str, expr: str, legend: str, colors: Mapping[str, str], description: str) -> statetimeline.Panel:
+    """Return a row of each run's states over time; the expression's values are the positions of `colors`, from 1."""
+    texts = {str(n): ValueMappingResult(text=state, color=colors[state]) for n, state in enumerate(colors, 1)}
+    mapping = ValueMap(options=texts)
+    panel = statetimeline.Panel().title(title).description(description).datasource(SOURCE).unit("short")
+    panel = panel.height(8).span(24).with_target(query(expr, legend)).mappings([mapping]).merge_values(True)
+    return panel.data_links([*links_of_run()])
+
+
+def property_of(key: str, value: object) -> DynamicConfigValue:
+    """Return a property of some of a panel's fields."""
+    return DynamicConfigValue(key, value)
+
+
+def in_phase_colors(panel: timeseries.Panel) -> timeseries.Panel:
+    """Return the panel with each series whose name ends with a phase in that phase's colour."""
+    for phase, color in COLORS.items():
+        panel = panel.override_by_regexp(f"/{phase}$/", [color_of(color)])
+    return panel
+
+
+def color_of(color: str) -> DynamicConfigValue:
+    """Return a fixed colour as a property."""
+    return property_of("color", {"mode": "fixed", "fixedColor": color})

@@ -135,7 +135,7 @@ async def _open(settings: Settings, registry: CollectorRegistry) -> Services:
     usage.watch("max_under_way_mb", memory_budget.used_ratio)
     for limit in series_ledger.LIMITS:
         usage.watch(limit, partial(series.used_ratio, limit))
-    health = HealthMonitor(store, registry, usage.measure, settings.public_url)
+    health = HealthMonitor(store, registry, usage.measure, settings.public_url, settings.grafana_url)
     await run_in_threadpool(health.start)
     slots = concurrency.slots(limits.share)
     return Services(

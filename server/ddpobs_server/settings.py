@@ -109,6 +109,11 @@ class Settings(BaseSettings):
         pattern=r"^(https?://[A-Za-z0-9._~:/%\[\]-]+)?$",
         description="Address at which people open the page, for links from Grafana and alerts, as https://ddpobs.example.",
     )
+    grafana_url: str = Field(
+        "",
+        pattern=r"^(https?://[A-Za-z0-9._~:/%\[\]-]+)?$",
+        description="Address at which people open Grafana, for links from alerts, as https://grafana.example.",
+    )
     keep_alive_s: int = Field(
         75, gt=0, le=86_400, description="Seconds a connection may stay idle; longer than a load balancer's own limit."
     )
@@ -202,7 +207,7 @@ class Settings(BaseSettings):
             raise ValueError(f"expected addresses separated by commas, such as 0.0.0.0,::, got {value!r}")
         return value
 
-    @field_validator("root_path", "public_url")
+    @field_validator("root_path", "public_url", "grafana_url")
     @classmethod
     def _drop_final_slash(cls, value: str) -> str:
         return value.rstrip("/")

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from ddpobs_server.figures.theme import PART_COLORS, PART_TITLES
 
+from dashboards import build
 from dashboards.build import dashboard_files
+from dashboards.panels import TOP
+from tests.support.integration.tools import need
 
 ROOT = Path(__file__).resolve().parents[2]
 BOARDS: dict[str, Any] = {name: json.loads(text) for name, text in dashboard_files().items()}
-PANELS = [
+PANELS: list[Any] = [
     pytest.param(panel, id=f"{name}: {panel['title']}")
     for name, board in BOARDS.items()
     for panel in board["panels"]
@@ -32,8 +37,8 @@ RULES: list[Any] = [
 UNITS = {"short", "s", "h", "bytes", "Bps", "percentunit", "bool_yes_no"}
 
 
-def test_there_are_five_dashboards_with_stable_uids() -> None:
-    names = ("fleet", "run", "ranks", "buckets", "collector")
+def test_there_are_four_dashboards_with_stable_uids() -> None:
+    names = ("fleet", "run", "ranks", "collector")
     assert {name: board["uid"] for name, board in BOARDS.items()} == {f"{n}.json": f"ddpobs-{n}" for n in names}
 
 
@@ -45,7 +50,8 @@ def test_a_dashboard_is_read_only_with_a_data_source_to_choose_and_links_to_the_
     assert (first["name"], first["label"], first["query"]) == ("datasource", "Data source", "prometheus")
     for variable in others:
         assert (variable["datasource"]["uid"], variable["refresh"]) == ("${datasource}", 2)
-        assert variable["name"] == "page" or (variable["multi"] and variable["includeAll"])
+        is_one_run = variable["name"] == "run" and board["uid"] != "ddpobs-fleet"
+        assert variable["name"] == "page" or (variable["multi"] and variable["includeAll"] != is_one_run)
     (link,) = board["links"]
     assert (link["type"], link["tags"], link["includeVars"], link["keepTime"]) == ("dashboards", ["ddpobs"], True, True)
     assert board["tags"] == ["ddpobs"]
@@ -66,7 +72,7 @@ def test_a_panel_has_a_title_a_description_a_unit_and_queries_of_the_chosen_sour
 def test_rates_have_the_rate_interval_and_counters_that_grow_are_rates(panel: Any) -> None:
     for target in panel["targets"]:
         windows = re.findall(r"\[([^]]+)\]", target["expr"])
-        assert set(windows) <= {"$__rate_interval"}
+        assert set(windows) <= {"$__rate_interval", "$__range"}
         over_time = panel["type"] in ("timeseries", "statushistory")
         for counter in re.findall(r"\w*(?<!dropped)_(?:total|bucket|sum|count)\{", target["expr"]) if over_time else ():
             assert re.search(rf"(rate|increase)\({re.escape(counter)}", target["expr"]), target["expr"]
@@ -80,6 +86,108 @@ def test_a_panel_selects_what_its_dashboards_variables_choose(panel: Any) -> Non
         assert chosen or panel["title"] == "Records dropped by ranks"
 
 
+@pytest.mark.parametrize("panel", [p for p in PANELS if p.values[0]["type"] in ("table", "barchart")])
+def test_a_table_has_no_column_of_labels_that_nobody_reads(panel: Any) -> None:
+    (target,) = panel["targets"]
+    by = re.findall(r"\w+ by \(([^)]*)\)", target["expr"])
+    assert by  # An aggregation has neither __name__ nor job and instance.
+    options = {each["id"]: each["options"] for each in panel["transformations"]}
+    if panel["type"] == "table":
+        organised = options["organize"]
+        columns = {"Time", "Value", "order", *by[0].split(", ")}
+        assert columns == set(organised["excludeByName"]) | set(organised["indexByName"])
+        assert set(organised["indexByName"]) == set(organised["renameByName"])
+        overridden = {each["matcher"]["options"] for each in panel["fieldConfig"]["overrides"]}
+        assert overridden == set(organised["renameByName"].values())
+    else:
+        assert options["groupingToMatrix"] == {"rowField": "line", "columnField": "phase", "valueField": "Value"}
+        assert panel["options"]["xField"] == "line\\phase"
+
+
+@pytest.mark.parametrize("panel", [p for p in PANELS if "phase" in p.values[0]["title"]])
+def test_phases_have_the_colours_of_the_page(panel: Any) -> None:
+    overrides = panel["fieldConfig"]["overrides"]
+    colors = {
+        each["matcher"]["options"].strip("/$"): prop["value"]["fixedColor"]
+        for each in overrides
+        for prop in each["properties"]
+        if prop["id"] == "color"
+    }
+    names = {PART_TITLES[part]: color for part, color in PART_COLORS.items()}
+    assert colors in (names, PART_COLORS)
+
+
+OF_LINES = ("timeseries", "status-history", "state-timeline", "bargauge")
+LINES: list[Any] = [p for p in PANELS if p.values[0]["type"] in OF_LINES]
+
+
+@pytest.mark.parametrize("panel", LINES)
+def test_lines_of_ranks_and_buckets_are_selected_once_for_the_whole_range(panel: Any) -> None:
+    counts = [
+        int(match[1])
+        for target in panel["targets"]
+        for match in re.finditer(r"topk\((\d+), (?P<ranking>.*)", target["expr"])
+        if panel["type"] == "bargauge" or "@ end()" in match["ranking"]
+    ]
+    assert sum(counts) <= TOP
+    many = [t for t in panel["targets"] if re.search(r"\{\{(rank|bucket)\}\}", t["legendFormat"])]
+    assert len(counts) >= len(many), panel["title"]
+
+
+RANKS_1024 = [
+    *(
+        ("steps_total", ""),
+        ("comm_seconds_total", ""),
+        ("comm_exposed_seconds_total", ""),
+        ("comm_wait_seconds_total", ""),
+    ),
+    *(
+        ("comm_moving_seconds_total", ""),
+        ("allreduce_bytes_total", ""),
+        ("compared_steps_total", ""),
+        ("rank_delay_seconds_total", ""),
+    ),
+    *(("last_step_timestamp_seconds", ""), ("straggler_steps_total", ',phase="backward"')),
+    *(("phase_seconds_total", f',phase="{phase}"') for phase in ("data", "forward", "backward", "exposed_comm")),
+]
+
+
+def test_a_panel_has_at_most_twelve_lines_at_1024_ranks_and_300_buckets(tmp_path: Path) -> None:
+    def grown(name: str, labels: str, index: int) -> dict[str, str]:
+        return {"series": f'ddpobs_{name}{{run="r",{labels}}}', "values": f"0+{1 + index % 97}x12"}
+
+    series = [grown(name, f'rank="{rank}"{more}', rank) for name, more in RANKS_1024 for rank in range(1024)]
+    of_buckets = (
+        "bucket_ready_seconds_total",
+        "bucket_comm_seconds_total",
+        "bucket_exposed_seconds_total",
+        "bucket_bytes",
+    )
+    series += [grown(name, f'bucket="{bucket}"', bucket) for name in of_buckets for bucket in range(300)]
+    names = {"$run": "r", "$rank": ".*", "$instance": ".*", "$__rate_interval": "4m", "$__range": "10m"}
+    checks = []
+    for panel in (p.values[0] for p in LINES if "dropped" not in p.values[0]["title"]):
+        exprs = [target["expr"] for target in panel["targets"] if "{{instance}}" not in target["legendFormat"]]
+        for name, value in names.items():
+            exprs = [re.sub(re.escape(name) + r"\b", value, expr) for expr in exprs]
+        many = " + ".join(f"(count({expr}) or vector(0))" for expr in exprs) or "vector(0)"
+        checks.append({"expr": f"{many} > {TOP}", "eval_time": "11m", "exp_samples": []})
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": checks}
+    (tmp_path / "test.yml").write_text(json.dumps({"evaluation_interval": "1m", "tests": [test]}))
+    command = [need("promtool", "prometheus"), "test", "rules", str(tmp_path / "test.yml")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, (result.stdout + result.stderr)[:2000]
+
+
+def test_a_module_without_its_dashboard_fails_loudly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "grafana").mkdir()
+    (tmp_path / "panels_of_tomorrow.py").touch()
+    monkeypatch.setattr(build, "FOLDER", tmp_path / "grafana")
+    monkeypatch.setattr("dashboards.__path__", [str(tmp_path)])
+    with pytest.raises(LookupError, match=r"expected a function panels_of_tomorrow\(\)"):
+        dashboard_files()
+
+
 def test_series_of_a_run_link_to_its_page_and_its_dashboards() -> None:
     urls = [
         link["url"]
@@ -90,7 +198,6 @@ def test_series_of_a_run_link_to_its_page_and_its_dashboards() -> None:
     ]
     assert {url.split("?")[0] for url in urls} == {
         "${page}/runs/${__field.labels.run}",
-        "${page}/runs/${__data.fields.run}",
         "/d/ddpobs-run",
         "/d/ddpobs-ranks",
     }
@@ -111,12 +218,13 @@ def test_starts_ends_and_findings_are_annotated_once(board: Any) -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
 def test_an_alert_has_texts_a_page_of_the_guide_and_a_dashboard(rule: Any) -> None:
     annotations = rule["annotations"]
-    assert set(annotations) == {"summary", "description", "runbook_url", "dashboard_url"}
-    page, _, anchor = annotations["runbook_url"].partition("#")
-    text = (ROOT / page).read_text()
-    headings = [re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in text.splitlines()]
-    assert not anchor or anchor in headings
-    uid = re.match(r"/d/([\w-]+)", annotations["dashboard_url"])
+    of_run = {"page_url"} if "labels.run " in annotations["summary"] else set()
+    assert set(annotations) == {"summary", "description", "runbook_url", "dashboard_url"} | of_run
+    base = r'\{\{ with query "last_over_time\(ddpobs_server_info\[1d\]\)" \}\}.*"%s" \}\}\{\{ end \}\}'
+    help_page = re.fullmatch(base % "public_url" + r"/help/([\w-]+)", annotations["runbook_url"])
+    assert help_page is not None
+    assert list((ROOT / "docs").glob(f"*/{help_page[1]}.md"))
+    uid = re.match(base % "grafana_url" + r"/d/([\w-]+)", annotations["dashboard_url"])
     assert uid is not None
     assert uid[1] in {board["uid"] for board in BOARDS.values()}
 

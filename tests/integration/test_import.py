@@ -66,7 +66,7 @@ def test_phases_are_those_of_the_live_run(said: str, url: str) -> None:
 
 
 def test_the_same_rank_is_slow_in_the_same_phase(said: str, url: str) -> None:
-    live, imported = stragglers(url, LIVE)[0], stragglers(url, IMPORTED)[0]
+    (live,), (imported,) = stragglers(url, LIVE), stragglers(url, IMPORTED)
     assert (imported["ranks"], imported["phase"]) == (live["ranks"], live["phase"]) == ([1], "other")
     assert imported["evidence"]["excess_ns"] == pytest.approx(live["evidence"]["excess_ns"], rel=0.05)
 

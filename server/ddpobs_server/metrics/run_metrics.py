@@ -78,7 +78,7 @@ def _gains(present: Present) -> _Rows:
     """Labels and gain of each finding; of findings with the same labels, the largest gain."""
     gains: dict[tuple[object, ...], float] = {}
     for finding in present.diagnosis.findings if present.diagnosis else ():
-        labels = (finding.code, finding.phase, finding.ranks, finding.severity)
+        labels = (finding.code, finding.phase, finding.ranks, finding.severity, escape(finding.verdict))
         gain = finding.gain["ratio"] if finding.gain else 0.0
         gains[labels] = max(gain, gains.get(labels, 0.0))
     yield from ((*labels, gain) for labels, gain in gains.items())
@@ -101,7 +101,7 @@ def _hang(present: Present) -> _Rows:
 
 
 _COMPARED = "Steps in which the ranks were compared; delay, waiting, moving and lateness are counted over these."
-_FINDING = ("code", "phase", "ranks", "severity")
+_FINDING = ("code", "phase", "ranks", "severity", "title")
 _RANK, _BUCKET = ("rank",), ("bucket",)
 STORED: tuple[Metric[RunTotals], ...] = (
     Metric("steps", "Steps finished.", _RANK, lambda run: ((rank, row[0]) for rank, row in run.phases.items())),

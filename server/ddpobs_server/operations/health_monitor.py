@@ -32,6 +32,7 @@ class HealthMonitor:
         registry: Receives the metrics, including the process metrics.
         further_check: Called after each successful check, on the same thread.
         public_url: Address at which people open the page.
+        grafana_url: Address at which they open Grafana.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class HealthMonitor:
         registry: CollectorRegistry,
         further_check: Callable[[], None] = lambda: None,
         public_url: str = "",
+        grafana_url: str = "",
     ) -> None:
         self._further_check = further_check
         self._store = store
@@ -48,10 +50,9 @@ class HealthMonitor:
         self._problem: str | None = None
         self._checked_at = time.monotonic()
         ProcessCollector(registry=registry)
-        info = Gauge(
-            "ddpobs_server_info", "1; version and public_url are labels.", ["version", "public_url"], registry=registry
-        )
-        info.labels(ddpobs.__version__, public_url).set(1)
+        names = ["version", "public_url", "grafana_url"]
+        info = Gauge("ddpobs_server_info", "1; version and addresses are labels.", names, registry=registry)
+        info.labels(ddpobs.__version__, public_url, grafana_url).set(1)
         up = Gauge("ddpobs_server_database_up", "1 while the database answers and accepts batches.", registry=registry)
         up.set_function(lambda: self.problem is None)
         self._answer_s = Gauge(

@@ -19,6 +19,7 @@ class FindingOutline:
 
     Attributes:
         code: Its code.
+        verdict: Its verdict.
         severity: Its severity.
         phase: Its phase; empty for none.
         ranks: Its ranks as a text, such as `0, 2 and 7 more`.
@@ -26,6 +27,7 @@ class FindingOutline:
     """
 
     code: str
+    verdict: str
     severity: Any
     phase: str
     ranks: str
@@ -70,9 +72,8 @@ class DiagnosisOutline:
 
 
 def _finding(finding: Mapping[str, Any]) -> FindingOutline:
-    return FindingOutline(
-        finding["code"], finding["severity"], finding["phase"] or "", _rank_list(finding), finding["gain"]
-    )
+    code, verdict, severity = finding["code"], finding["verdict"], finding["severity"]
+    return FindingOutline(code, verdict, severity, finding["phase"] or "", _rank_list(finding), finding["gain"])
 
 
 def _hang(findings: Any) -> tuple[str, str] | None:

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 import ddpobs
 
 FOLDER, STEPS = sys.argv[1], int(sys.argv[2])
-SKIPPED, SLEPT_S, WIDTH = 2, 0.04, 512
+SKIPPED, SLEPT_S, WIDTH = 2, 0.02, 512
 
 
 def main() -> None:

@@ -60,8 +60,8 @@ def test_a_hang_of_many_ranks_has_a_short_label(shared: Collector, run: str) -> 
 def finding(code: str, ranks: list[int], gain: float | None) -> dict[str, Any]:
     return {
         "code": code,
+        "verdict": f"{code}: 50 %",
         "severity": "warning",
-        "verdict": "",
         "ranks": ranks,
         "phase": "backward" if ranks else None,
         "gain": gain and {"ratio": gain},
@@ -75,17 +75,17 @@ def test_the_most_severe_findings_have_a_series_each_with_rank_phase_and_gain() 
     run.name = "r"
     diagnosis = DiagnosisOutline.of({"findings": findings, "missing": [], "goodput": None, "time_shares": {}})
     lines = render_present(run, "running", diagnosis)["finding_gain_ratio"].decode().splitlines()
-    start = "ddpobs_finding_gain_ratio"
-    assert lines[0] == f'{start}{{code="straggler",phase="backward",ranks="1",run="r",severity="warning"}} 0.3'
-    assert lines[1] == f'{start}{{code="unused",phase="",ranks="",run="r",severity="warning"}} 0.0'
+    start, of_r = "ddpobs_finding_gain_ratio", 'run="r",severity="warning"'
+    assert lines[0] == f'{start}{{code="straggler",phase="backward",ranks="1",{of_r},title="straggler: 50 %"}} 0.3'
+    assert lines[1] == f'{start}{{code="unused",phase="",ranks="",{of_r},title="unused: 50 %"}} 0.0'
     assert 'ranks="0, 1, 2, 3, 4, 5, 6, 7 and 12 more"' in lines[2]
     assert len(lines) == 9  # Of the ten that are considered, two have the same labels.
 
 
-def test_the_collectors_public_address_is_a_label(tmp_path: Path) -> None:
-    with collector(tmp_path, public_url="https://ddpobs.example/") as running:
+def test_the_addresses_of_page_and_grafana_are_labels(tmp_path: Path) -> None:
+    with collector(tmp_path, public_url="https://ddpobs.example/", grafana_url="https://grafana.example") as running:
         text = httpx.get(f"{running.url}/metrics", params={"only": "collector"}).text
-    assert 'public_url="https://ddpobs.example",' in text
+    assert 'grafana_url="https://grafana.example",public_url="https://ddpobs.example",' in text
 
 
 def test_every_metric_of_runs_is_in_the_guide(shared: Collector) -> None:
