@@ -22,7 +22,7 @@ def test_a_finding_links_to_its_help(browser: object, url: str) -> None:
     visit = Visit(browser, f"{url}/runs/picture")
     with visit.page.expect_popup() as opened:
         visit.page.get_by_role("link", name="help on straggler").click()
-    opened.value.get_by_role("heading", name="Slow ranks", exact=True).wait_for()
+    opened.value.get_by_role("heading", name="Slow ranks (stragglers)", exact=True).wait_for()
     assert visit.errors == []
 
 
