@@ -116,8 +116,7 @@ class Journal:
         if module not in self._trainable and torch.is_grad_enabled():
             self._trainable.add(module)
         thread.ident, thread.started = get_ident(), True
-        if self._optimizers:
-            self._detect_failed_optimizer()
+        self._leave_optimizer()
         if self.place.reduced and (self.place.optimized or self.modules == 1):
             self.place.close_step()
         self.place.enter(FORWARD)
@@ -142,10 +141,16 @@ class Journal:
     def _leave_step(self) -> None:
         """What comes next belongs to a new step, if the open one has reduced its gradients."""
         self.thread.started = True
-        if self._optimizers:
-            self._detect_failed_optimizer()
+        self._leave_optimizer()
         if self.place.reduced:
             self.place.close_step()
+
+    def _leave_optimizer(self) -> None:
+        """Detect an optimizer's step that an error ended, of which torch only reports the begin, and an exchange."""
+        if self._optimizers and not self.optimizer_is_running():
+            self._optimizers = 0
+            self.entries.append((StepTracker.optimizer_failed, self._now(), ()))
+        self.waits.look_for_exchange()
 
     def fetch_ended(self, raised: bool = False) -> None:
         """The loader returned a batch, or had none, or raised an error."""
@@ -305,7 +310,7 @@ class Journal:
     def _nested_backward_ended(self) -> None:
         is_pass, reduced = self._nested.backward_ended()
         if reduced:
-            self._read_counters()
+            self.read_counters()
         if is_pass or reduced:
             self.entries.append((StepTracker.nested_backward_ended, self._now(), (is_pass,)))
 
@@ -336,16 +341,17 @@ class Journal:
     def finish(self) -> None:
         """Close the open step if it synchronised anything, at the end of training."""
         if self.thread.started:
+            self.waits.look_for_exchange()
             self.entries.append((StepTracker.training_finished, self._now(), ()))
         self.entries.catch_up()
 
     def _leave_backward(self) -> None:
         if self.place.backward_ended():
-            self._read_counters()
+            self.read_counters()
         self.place.enter(OPTIMIZER if self._optimizers else OTHER)
 
-    def _read_counters(self) -> None:
-        """Record the counters at the end of a synchronised backward."""
+    def read_counters(self) -> None:
+        """Record the counters at the end of a synchronised backward, or of an exchange."""
         if self._counters is not None:
             self.entries.append((StepTracker.counters_read, 0, self._counters.read()))
 
@@ -353,12 +359,6 @@ class Journal:
     def _call_backward_end(self) -> None:
         for callback in tuple(self.on_backward_end):  # A module that is collected meanwhile removes its callback.
             callback()
-
-    def _detect_failed_optimizer(self) -> None:
-        """Detect an optimizer's step that an error ended: torch only reports its begin."""
-        if not self.optimizer_is_running():
-            self._optimizers = 0
-            self.entries.append((StepTracker.optimizer_failed, self._now(), ()))
 
     def _confirm_in_backward(self) -> bool:
         """Return whether a backward is really under way: an interrupt may have prevented the report of its end."""

@@ -198,7 +198,13 @@ class ModuleRecorder:
     def follow_gradients(self, source: GradientSource) -> None:
         """Report optimizer steps on this module's gradients that were not reduced."""
         if self._unreduced is not None:
-            self._unreduced.follow(self.index, source, lambda: self.synchronised)
+            self._unreduced.follow(self.index, source, lambda: self.synchronised, self._exchanged)
+
+    @never_raises
+    @unseen
+    def _exchanged(self) -> None:
+        if self.fingerprints is not None and not self._journal.thread.paused:
+            self.fingerprints.exchanged()
 
     def waiting_began(self) -> bool:
         """Record that training waits for buckets outside of backward; False if it is not recorded."""

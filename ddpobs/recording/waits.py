@@ -40,7 +40,9 @@ class Waits:
     Attributes:
         collectives: Collectives of user code that have begun.
         collective_elements: Elements that user code has handed to collectives.
-        last_collective: Name of the user's collective that began last. These three are the training thread's alone.
+        reduced_elements: Those of all-reduces over all ranks among them.
+        last_collective: Name of the user's collective that began last. These four are the training thread's alone.
+        on_exchange: Called at a fetch or a forward if user code has handed over elements since the last one.
         interruptions: Evaluations and checkpoints so far: time around them is no part of a step.
         start_up: Waits of the main thread for collectives before the first event of training.
         place: Returns the place in the code that the calling thread is at.
@@ -57,7 +59,9 @@ class Waits:
         """Saves of checkpoints under way, one inside another."""
         self.start_up = StartUpWaits()
         self.place: Callable[[], str] = str
-        self.collectives = self.collective_elements = self.interruptions = 0
+        self.collectives = self.collective_elements = self.reduced_elements = self.interruptions = 0
+        self.on_exchange: Callable[[], object] = lambda: None
+        self._looked_elements = 0
         self.last_collective = ""
         self._called_elsewhere: dict[int, str] = {}
         """Name of the collective that each other thread called last, by its identifier."""
@@ -89,6 +93,12 @@ class Waits:
             return
         self.collectives += 1
         self.last_collective = name
+
+    def look_for_exchange(self) -> None:
+        """Between two steps: call `on_exchange` if user code has moved data."""
+        if self._looked_elements != self.collective_elements:
+            self._looked_elements = self.collective_elements
+            self.on_exchange()
 
     @never_raises
     def collective_wait_began(self, in_graph: bool = False, work: object = None) -> Stamp | None:

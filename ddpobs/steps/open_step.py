@@ -7,14 +7,14 @@ from typing import Any
 
 from ddpobs.clocks import Stamp
 from ddpobs.steps.counters import Reading
-from ddpobs.steps.raw_step import DATA, EVALUATION, OTHER, Position, RawStep, Segment
+from ddpobs.steps.raw_step import DATA, EVALUATION, OTHER, ExchangeRecord, Position, RawStep, Segment
 from ddpobs.wire import COMM_KINDS
 
 MAX_SWITCHES = 100_000
 """Switches of a step that never synchronises, some 10,000 micro-batches; it then begins anew."""
 MAX_COMMS = 50_000
 """Collectives recorded per step: the collector refuses a batch of 100,000 records."""
-_UNUSED_MAP = COMM_KINDS.index("unused_map")
+_UNUSED_MAP, _USER = COMM_KINDS.index("unused_map"), COMM_KINDS.index("user")
 
 
 @dataclass(slots=True)
@@ -33,6 +33,8 @@ class OpenStep:
         comms_switched: Collectives in it at its last switch.
         under_way: Kind and start of the time outside of the step that is under way.
         has_barrier: Training waited at a barrier in it.
+        stepped_alone: An optimizer stepped in it on gradients that no rank exchanged.
+        comms_computed: Collectives in it at the end of its last backward or optimizer's step.
     """
 
     raw: RawStep
@@ -46,6 +48,8 @@ class OpenStep:
     comms_switched: int = 0
     under_way: tuple[int, Stamp] | None = None
     has_barrier: bool = False
+    stepped_alone: bool = False
+    comms_computed: int = 0
 
     @property
     def is_full(self) -> bool:
@@ -53,17 +57,23 @@ class OpenStep:
         return len(self.raw.switches) >= MAX_SWITCHES
 
     @property
+    def has_trained(self) -> bool:
+        """Whether gradients were reduced, or an optimizer stepped without a reduction."""
+        return bool(self.raw.segments) or self.stepped_alone
+
+    @property
     def is_over(self) -> bool:
         """Whether gradients were reduced and the optimizer has used them."""
-        return bool(self.raw.segments) and self.optimizer_ran
+        return self.has_trained and self.optimizer_ran
 
     def is_done(self, module: int) -> bool:
         """Whether a forward of that module begins the next step."""
-        return bool(self.raw.segments) and (self.optimizer_ran or module in self.modules_done)
+        return self.has_trained and (self.optimizer_ran or module in self.modules_done)
 
     def empty(self) -> None:
         """Drop its switches and collectives, of which there are too many."""
         self.raw.switches, self.raw.comms, self.raw.holes, self.next_begins = [], [], [], None
+        self.comms_computed = 0
 
     def switch(self, phase: int, stamp: Stamp) -> None:
         """Begin a phase."""
@@ -119,6 +129,27 @@ class OpenStep:
         self.raw.segments.append(Segment(end, self.records, clean, collective, waited, self.reading))
         self.records, self.reading = [], None
         self.closure_ran, self.optimizer_ran, self.next_begins = in_closure, False, None
+
+    def end_exchange(self, module: int, *, clean: bool, collective: int) -> bool:
+        """End a synchronisation by the script's own collectives since the last backward or optimizer's step.
+
+        Args:
+            module: Index of the module.
+            clean: As for `end_segment`.
+            collective: As for `end_segment`.
+
+        Returns:
+            False if no such collective was recorded.
+        """
+        waits = [comm for comm in self.raw.comms[self.comms_computed :] if comm[1] == _USER]
+        if not waits:
+            return False
+        record = ExchangeRecord(module, waits[0][2])
+        self.raw.segments.append(Segment(waits[-1][3], [record], clean, collective, waited=True, reading=self.reading))
+        self.reading, self.next_begins = None, None
+        self.modules_done.add(module)
+        self.comms_computed = len(self.raw.comms)
+        return True
 
     def end(self, index: int | None, stamp: Stamp) -> OpenStep:
         """End the step at the switch of that index, or at `stamp`; return the next one, with the switches from there.

@@ -53,6 +53,25 @@ class Position(NamedTuple):
 
 
 @dataclass(slots=True)
+class ExchangeRecord:
+    """An exchange by the script's own collectives, as a backward whose buckets are not visible.
+
+    Attributes:
+        module: Index of the module.
+        last_ready: Stamp of the first of these collectives.
+    """
+
+    module: int
+    last_ready: Stamp
+    revision: int = 0
+    ready_ns: list[Stamp] = field(default_factory=list)
+    launched_ns: list[Stamp] = field(default_factory=list)
+    done_ns: list[Stamp] = field(default_factory=list)
+    works: dict[int, Any] = field(default_factory=dict)
+    parameter_ready_ns: None = None
+
+
+@dataclass(slots=True)
 class Segment:
     """One synchronisation of gradients: a call of backward, or a separate wait.
 

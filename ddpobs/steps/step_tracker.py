@@ -339,7 +339,7 @@ class StepTracker(Timeline):
         """
         self.end_outside()
         step = self.step
-        if step is None or not step.raw.segments:
+        if step is None or not step.has_trained:
             return
         step.drop_trailing()
         self.close(max(1, len(step.raw.switches) - 1))
@@ -393,7 +393,7 @@ class StepTracker(Timeline):
 
     def _close_synchronised(self) -> None:
         """Begin the next step if gradients were reduced in the open one."""
-        if self.raw is not None and self.raw.segments:
+        if self.step is not None and self.step.has_trained:
             self.close()
 
     def _reject_candidate(self) -> None:

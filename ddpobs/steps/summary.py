@@ -256,8 +256,7 @@ class Summariser:
         by_window[0] = self._compiled_ns
         np.add.at(by_window, pieces.window, phases_ns.sum(axis=1))
         self._compiled_ns = int(by_window[-1])
-        compile_ns = np.zeros(steps, np.int64)
-        np.add.at(compile_ns, windows.row, by_window[:-1])
+        np.add.at(compile_ns := np.zeros(steps, np.int64), windows.row, by_window[:-1])
         return self._rounded(compile_ns), phases_ns.sum(axis=0)
 
     def _counted(self, raws: RawSteps, row: Ints, steps: int) -> dict[str, Ints]:
@@ -365,7 +364,7 @@ def _timeline(
         windows: After its last gradient, a backward is exposed communication until it is done, then `other`.
         pieces: Pieces of compilations, whose bounds are piece boundaries too; None for none.
     """
-    compiled = () if pieces is None else (pieces.begin_ns, pieces.end_ns)
+    compiled = pieces[:2] if pieces else ()
     at_ns = np.unique(np.concatenate([switches_ns, *blocked, windows.ready_ns, windows.done_ns, *compiled]))
     phase = phases[np.searchsorted(switches_ns, at_ns, side="right") - 1]
     if len(windows.row):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ddpobs.clocks import Stamp
 from ddpobs.steps.evaluation_guess import EvaluationGuess
 from ddpobs.steps.open_step import OpenStep
-from ddpobs.steps.raw_step import FORWARD, OPTIMIZER, OTHER, Position, RawStep
+from ddpobs.steps.raw_step import BACKWARD, FORWARD, OPTIMIZER, OTHER, Position, RawStep
 
 
 class Timeline:
@@ -76,8 +76,8 @@ class Timeline:
 
     def pop(self) -> None:
         """End the innermost call's phase."""
-        if self.calls:  # Empty after an abandoned step.
-            self.calls.pop()
+        if self.calls and self.calls.pop() in (BACKWARD, OPTIMIZER) and self.step is not None:
+            self.step.comms_computed = len(self.step.raw.comms)  # Empty after an abandoned step.
         self.switch()
 
     def leave_forward(self) -> None:
@@ -151,6 +151,18 @@ class Timeline:
             step.end_segment(clean=self.clean, collective=self.collective, waited=waited, in_closure=in_closure)
             self.clean = True
             self.evaluations.accept()
+
+    def exchanged(self, module: int) -> None:
+        """The script exchanged gradients or parameters by its own collectives: this synchronised the ranks."""
+        if self.step is not None and self.step.end_exchange(module, clean=self.clean, collective=self.collective + 1):
+            self.collective += 1
+            self.clean = True
+            self.evaluations.accept()
+
+    def stepped_alone(self) -> None:
+        """An optimizer steps on gradients that no rank exchanged; with its end the step is over."""
+        if self.step is not None:
+            self.step.stepped_alone = True
 
     def abandon(self) -> None:
         """End the open step without a result."""

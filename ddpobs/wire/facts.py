@@ -90,6 +90,7 @@ class NotReducedFacts(Record, frozen=True, kw_only=True):
         module: Number of the DDP module in its process.
         optimizer_steps: Number of the optimizer's steps.
         exchanges: Number of times that the script's own collectives moved as much as the module has.
+        exact: Number of these that are all-reduces over all ranks of just as many elements.
         every: Steps of the optimizer from one of these to the next.
     """
 
@@ -99,6 +100,7 @@ class NotReducedFacts(Record, frozen=True, kw_only=True):
     module: Index = UNKNOWN
     optimizer_steps: Count = 0
     exchanges: Count = 0
+    exact: Count = 0
     every: Count = 0
 
 

@@ -70,9 +70,10 @@ def test_an_unfrozen_backbone_is_trained_alike_on_our_ddp(url: str, tmp_path: Pa
 def test_replicas_that_the_script_keeps_together_are_an_info(
     case: str, door: str, every: int, url: str, tmp_path: Path
 ) -> None:
-    _, (finding,), sums = train(case, door, url, tmp_path)
+    run, (finding,), sums = train(case, door, url, tmp_path)
     assert len(sums) == 1
     assert finding["severity"] == "info"
+    assert get(url, run, "/diagnostics")["steps_seen"] == 40
     facts = finding["evidence"]
     assert (facts["reason"], facts["every"], facts["optimizer_steps"]) == ("exchanged", every, 40)
 

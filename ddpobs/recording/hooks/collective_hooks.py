@@ -22,6 +22,7 @@ from ddpobs.torch_seam.collectives import python_groups
 from ddpobs.torch_seam.modes import unseen
 from ddpobs.torch_seam.patching import Patches
 
+_ALL_REDUCES = ("allreduce", "allreduce_coalesced")
 _COLLECTIVES = (
     *("_allgather_base", "all_gather_single", "allgather", "allgather_coalesced"),
     *("_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter", "reduce", "allreduce", "allreduce_coalesced"),
@@ -165,10 +166,14 @@ class CollectiveHooks:
 
     def _timed_without_work(self, original: Callable[..., Any]) -> Callable[..., Any]:
         waits, name = self._waits, _PUBLIC_NAMES.get(original.__name__, original.__name__)
+        reduces = original.__name__ in _ALL_REDUCES
 
         def timed(group: Any, *args: Any, **kwargs: Any) -> Any:
             waits.collective_began(name)
-            waits.collective_elements += _elements(args)
+            elements = _elements(args)
+            waits.collective_elements += elements
+            if reduces and group.size() == dist.get_world_size():
+                waits.reduced_elements += elements
             began = waits.collective_wait_began(torch._C._current_graph_task_id() >= 0)
             if began is None:
                 return original(group, *args, **kwargs)

@@ -151,6 +151,12 @@ class Fingerprints:
         gradients = Hashes([parameter.grad for parameter in self._parameters])
         self._sample = Sample(self._count - 1, list(self._names), gradients)
 
+    def exchanged(self) -> None:
+        """Count an exchange by the script; if it is sampled, the parameters are hashed at the next forward."""
+        self.backward_began()
+        if self.is_due and len(self._ready) < _MAX_WAITING and self._fits(()):
+            self._sample = Sample(self._count - 1, list(self._names), Hashes([None] * len(self._names)))
+
     @property
     def waits_for_forward(self) -> bool:
         """Whether a sample lacks the parameters."""

@@ -29,6 +29,7 @@ from ddpobs import wire
 from ddpobs.never_raises import never_raises
 from ddpobs.observers import GradientSource
 from ddpobs.recording.journal import Journal
+from ddpobs.recording.replicas.exchange_steps import exchanged, stepped_alone
 from ddpobs.recording.replicas.exchanges import BY_HAND, Exchanges
 from ddpobs.torch_seam import step_hooks
 from ddpobs.torch_seam.modes import unseen
@@ -49,6 +50,7 @@ class _Module:
         source: Its source; None once it is collected.
         frozen: `unreduced_parameters` of the source.
         synchronised: Returns whether a backward of the module was synchronised.
+        compare: Samples the replicas after an exact exchange.
         optimizer_steps: Most steps that an optimizer has taken with the module's parameters.
         reported: Reasons that were found.
         waiting: Events of those that are not sent yet: their steps, details, and the optimizer's steps then.
@@ -61,6 +63,7 @@ class _Module:
     source: Callable[[], GradientSource | None]
     frozen: list[torch.nn.Parameter]
     synchronised: Callable[[], bool]
+    compare: Callable[[], object]
     optimizer_steps: int = 0
     reported: set[str] = field(default_factory=set)
     waiting: list[tuple[int, dict[str, wire.Scalar], int]] = field(default_factory=list)
@@ -78,6 +81,7 @@ class _Seen:
         modules: The modules that it trains.
         steps: Its steps.
         elements: Elements that user code had moved in collectives.
+        reduced: Those of all-reduces over all ranks.
         forwards: Forwards of each module, by index.
     """
 
@@ -85,6 +89,7 @@ class _Seen:
     modules: list[_Module]
     steps: int = 0
     elements: int = 0
+    reduced: int = 0
     forwards: dict[int, int] = field(default_factory=dict)
 
 
@@ -105,12 +110,14 @@ class UnreducedGradients:
     def install(self) -> None:
         """Look at each optimizer's step."""
         self._undo.append(step_hooks.listen(self._began, self._ended))
+        self._journal.waits.on_exchange = self._look_between
 
     def remove(self) -> None:
         """Report the modules that never synchronised, and remove the hooks."""
         while self._undo:
             self._undo.pop()()
-        self._look_at_end()
+        self._look_between()
+        self._journal.waits.on_exchange = lambda: None
         for module in self._modules:
             self._send(module)
             if module.exchanges.are_regular and (module.exchanged or not module.synchronised()):
@@ -123,12 +130,27 @@ class UnreducedGradients:
                 )
         self._modules = []
 
-    def _look_at_end(self) -> None:
-        """Count an exchange after the last step of the optimizer."""
+    @never_raises
+    def _look_between(self) -> None:
+        """Look for an exchange after an optimizer's step, before the next one begins."""
         for history in self._optimizers.values():
-            moved = self._journal.waits.collective_elements - history.elements
-            for module in history.modules:
-                module.exchanges.look(history.steps, moved, module.elements)
+            self._look_for_exchange(history)
+
+    def _look_for_exchange(self, history: _Seen) -> tuple[int, bool]:
+        """Return the elements that the script moved since the last look, and whether that was an exchange."""
+        waits = self._journal.waits
+        moved, reduced = waits.collective_elements - history.elements, waits.reduced_elements - history.reduced
+        found = False
+        for module in history.modules:
+            if module.exchanges.look(history.steps, moved, reduced, module.elements):
+                found = True
+                if not module.synchronised():
+                    exchanged(self._journal, module.index)
+                    if module.exchanges.is_exact:
+                        module.compare()
+        if found or not history.modules:
+            history.elements, history.reduced = waits.collective_elements, waits.reduced_elements
+        return moved, found
 
     def _send(self, module: _Module) -> None:
         """Send the waiting events, unless the script keeps the replicas together by itself."""
@@ -145,12 +167,18 @@ class UnreducedGradients:
         self._event("exchanged", self._journal.number, facts)
 
     @unseen
-    def follow(self, index: int, source: GradientSource, synchronised: Callable[[], bool]) -> None:
+    def follow(
+        self,
+        index: int,
+        source: GradientSource,
+        synchronised: Callable[[], bool],
+        compare: Callable[[], object] = lambda: None,
+    ) -> None:
         """Follow a module's gradients, until its source is collected."""
         frozen = [parameter for _, parameter in source.unreduced_parameters]
         self._modules = [module for module in self._modules if self._is_needed(module)]
         elements = sum(parameter.numel() for parameter in source.parameters)
-        self._modules.append(_Module(index, weakref.ref(source), frozen, synchronised, elements=elements))
+        self._modules.append(_Module(index, weakref.ref(source), frozen, synchronised, compare, elements=elements))
         for history in self._optimizers.values():
             history.parameters = -1  # Its modules are looked up anew.
 
@@ -175,10 +203,8 @@ class UnreducedGradients:
         if journal.thread.paused or not self._modules:
             return
         history = self._seen(optimizer)
-        elements = journal.waits.collective_elements
-        moved, history.elements = elements - history.elements, elements
-        for module in history.modules:
-            module.exchanges.look(history.steps, moved, module.elements)
+        moved, found = self._look_for_exchange(history)
+        history.elements, history.reduced = journal.waits.collective_elements, journal.waits.reduced_elements
         history.steps += 1
         for module in history.modules:
             module.optimizer_steps = max(module.optimizer_steps, history.steps)
@@ -189,6 +215,8 @@ class UnreducedGradients:
             history.forwards[module.index] = source.forwards
             if source.has_local_gradients():
                 self._judge(optimizer, module, source, "unsynchronised" if has_forward else "bypassed", moved)
+                if not (found or module.synchronised()):
+                    stepped_alone(journal)
             if module.frozen and any(map(_requires_grad, module.frozen)):
                 self._judge(optimizer, module, source, "unfrozen", moved)
             if module.waiting:
@@ -209,7 +237,9 @@ class UnreducedGradients:
         if history is None or history.parameters != count:
             own = _ids(optimizer)
             modules = [module for module in self._modules if not own.isdisjoint(_ids_of_module(module))]
-            earlier = (history.steps, history.elements, history.forwards) if history is not None else ()
+            earlier = (
+                (history.steps, history.elements, history.reduced, history.forwards) if history is not None else ()
+            )
             history = self._optimizers[optimizer] = _Seen(count, modules, *earlier)
         return history
 

@@ -23,12 +23,14 @@ class NotReducedFacts(Facts):
         count: Number of parameters; None if no gradient was ever reduced.
         optimizer_steps: Steps of the optimizer without any reduction by DDP; None if some gradients were reduced.
         every: Steps of the optimizer from one exchange of the script's own to the next; None without any.
+        exact: Whether these are all-reduces of just as many elements as the model has; None without any.
     """
 
     reason: str
     count: int | None = None
     optimizer_steps: int | None = None
     every: int | None = None
+    exact: bool | None = None
 
 
 FACTS = (NotReducedFacts,)
@@ -38,9 +40,7 @@ def not_reduced(evidence: Evidence) -> Judgement:
     """Report gradients that each rank applied by itself: the replicas train apart, without an error."""
     found = [(rank, event, _of(event)) for rank, event in evidence.events if event.kind == "not_reduced"]
     never = [(rank, _of(event)) for rank, event in evidence.events if event.kind == "never_synchronised"]
-    own = [(rank, _of(event)) for rank, event in evidence.events if event.kind == "exchanged"]
-    own.sort(key=lambda entry: entry[1].optimizer_steps)
-    exchanged = {(rank, facts.module): facts for rank, facts in own}  # The latest event of each module.
+    exchanged = exchanges_of(evidence)
     found = [entry for entry in found if entry[2].reason == "unfrozen" or (entry[0], entry[2].module) not in exchanged]
     findings = _exchanged(evidence, exchanged)
     for reason in dict.fromkeys(facts.reason for _, _, facts in found):
@@ -85,26 +85,38 @@ def not_reduced(evidence: Evidence) -> Judgement:
     return findings
 
 
+def exchanges_of(evidence: Evidence) -> dict[tuple[int, int], wire_facts.NotReducedFacts]:
+    """Return the latest facts of each rank's module that the script keeps together by its own collectives."""
+    own = [(rank, _of(event)) for rank, event in evidence.events if event.kind == "exchanged"]
+    own.sort(key=lambda entry: entry[1].optimizer_steps)
+    return {(rank, facts.module): facts for rank, facts in own}
+
+
 def _exchanged(evidence: Evidence, exchanged: Mapping[tuple[int, int], wire_facts.NotReducedFacts]) -> list[Finding]:
-    """State, as an info, that the script keeps the replicas together by its own collectives."""
-    if not exchanged:
+    """State that the script exchanges by its own collectives; replicas that differ after it are `replicas-differ`."""
+    apart = {sample.module for _, sample in evidence.fingerprints}
+    kept = {key: facts for key, facts in exchanged.items() if key[1] not in apart}
+    if not kept:
         return []
-    facts = max(exchanged.values(), key=lambda facts: facts.optimizer_steps)
-    ranks = sorted({rank for rank, _ in exchanged})
-    by_hand = facts.every <= 1
-    how = "before each of them" if by_hand else f"every {facts.every} of them"
+    facts = max(kept.values(), key=lambda facts: facts.optimizer_steps)
+    ranks = sorted({rank for rank, _ in kept})
+    is_exact, by_hand = 2 * facts.exact > facts.exchanges, facts.every <= 1
+    often = "before each optimizer step" if by_hand else f"every {facts.every} optimizer steps"
+    what = "The script's own collectives reduce the gradients" if by_hand else "The replicas are averaged"
     return [
         Finding(
             code="not-reduced",
-            severity="info",
-            verdict=f"The script {'reduces the gradients' if by_hand else 'averages the replicas'} by itself",
-            measure=f"{facts.optimizer_steps} optimizer steps, an exchange {how}",
-            cause="its own collectives move as many elements as the model has",
+            severity="info" if is_exact else "warning",
+            verdict=f"{what} {often}" if is_exact else f"Own collectives may reduce or average {often}",
+            measure=f"{facts.exchanges} exchanges in {facts.optimizer_steps} optimizer steps, none by DDP",
+            cause="" if is_exact else "not known, because only their size is that of the model",
             where=evidence.where(ranks, format_ranks(ranks)),
-            remedy="Nothing, if it is meant. Steps and phases need backward passes that DDP synchronises.",
+            remedy="Nothing, if it is meant." if is_exact else _INEXACT,
             steps=(0, 0),
             ranks=ranks,
-            evidence=NotReducedFacts("exchanged", optimizer_steps=facts.optimizer_steps, every=facts.every),
+            evidence=NotReducedFacts(
+                "exchanged", optimizer_steps=facts.optimizer_steps, every=facts.every, exact=is_exact
+            ),
         )
     ]
 
@@ -113,6 +125,10 @@ def _of(event: wire.Event) -> wire_facts.NotReducedFacts:
     return wire_facts.facts_of(event, wire_facts.NotReducedFacts)
 
 
+_INEXACT = (
+    "Make sure that these collectives keep the replicas equal: compare a parameter over the ranks. All-reduces of all "
+    "gradients or parameters are compared without that."
+)
 _WHY = {
     "unsynchronised": "the last backward before the step ran without synchronisation",
     "bypassed": "the forward did not go through the DistributedDataParallel module",

@@ -12,6 +12,7 @@ from ddpobs import wire
 from ddpobs.shared.words import format_ranks
 from ddpobs_server.analysis.evidence import MAX_LISTED, Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, first_names
+from ddpobs_server.analysis.findings.not_reduced import exchanges_of
 
 CODES = ("replicas-differ",)
 _PARTS = ("gradients", "parameters", "buffers")
@@ -97,7 +98,9 @@ def _finding(evidence: Evidence, module: int, steps: tuple[int, int], difference
     ranks = sorted({rank for difference in differences for rank in difference.ranks})
     parts = {difference.part for difference in differences}
     since = f"after step {equal_until}, at the latest in step {step}" if equal_until >= 0 else f"step {step} or before"
-    if "gradients" in parts:
+    if module in {exchanged for _, exchanged in exchanges_of(evidence)}:
+        cause, remedy = "the script's own collectives did not make the parameters equal", _EXCHANGE
+    elif "gradients" in parts:
         cause, remedy = "the reduced gradients differ, before the optimizer", _REDUCTION
     elif "parameters" in parts:
         cause, remedy = "after the reduction: gradients agree, parameters differ", _OPTIMIZER
@@ -124,6 +127,10 @@ def _finding(evidence: Evidence, module: int, steps: tuple[int, int], difference
     )
 
 
+_EXCHANGE = (
+    "Average every parameter on every rank, and change none on one rank after it. Look for a rank that skips its "
+    "optimizer's step, or a gradient that is left out."
+)
 _REDUCTION = (
     "Look for gradients that are changed on one rank after the reduction, a communication hook whose result differs, a "
     "parameter outside of the reduction, or memory errors on that host."

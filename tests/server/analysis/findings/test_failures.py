@@ -367,29 +367,48 @@ def test_a_module_that_never_synchronised_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("every", "verdict", "measure"),
+    ("every", "exact", "severity", "verdict"),
     [
-        (1, "The script reduces the gradients by itself", "60 optimizer steps, an exchange before each of them"),
-        (8, "The script averages the replicas by itself", "60 optimizer steps, an exchange every 8 of them"),
+        (1, True, "info", "The script's own collectives reduce the gradients before each optimizer step"),
+        (8, True, "info", "The replicas are averaged every 8 optimizer steps"),
+        (8, False, "warning", "Own collectives may reduce or average every 8 optimizer steps"),
     ],
 )
-def test_replicas_that_the_script_keeps_together_are_no_fault(every: int, verdict: str, measure: str) -> None:
-
-    def exchanged(steps: int) -> wire.Event:
-        facts: dict[str, wire.Scalar] = {"module": 0, "optimizer_steps": steps, "exchanges": steps // every}
-        return wire.Event(kind="exchanged", at_ns=steps, detail=facts | {"every": every})
-
+def test_replicas_that_the_script_keeps_together_are_no_fault(
+    every: int, exact: bool, severity: str, verdict: str
+) -> None:
     early = wire.Event(
         kind="not_reduced", at_ns=0, step=1, detail={"reason": "unsynchronised", "module": 0, "count": 2}
     )
-    events = [(rank, event) for rank in range(2) for event in (exchanged(60), early, exchanged(2 * every + 1))]
+    own = [exchanged(steps, every, exact=exact) for steps in (60, 2 * every + 1)]
+    events = [(rank, event) for rank in range(2) for event in (own[0], early, own[1])]
     finding = only(not_reduced(evidence(events=events)))
-    assert (finding.severity, finding.verdict, finding.measure) == ("info", verdict, measure)
+    assert (finding.severity, finding.verdict) == (severity, verdict)
+    assert finding.measure == f"{60 // every} exchanges in 60 optimizer steps, none by DDP"
+    assert finding.cause == ("" if exact else "not known, because only their size is that of the model")
+
+
+def test_replicas_that_differ_after_an_exchange_were_not_averaged() -> None:
+    events = [(rank, exchanged(60, 8, exact=True)) for rank in range(2)]
+    apart = [(rank, fingerprint(0, [0, 0], [3, 4 + rank], [])) for rank in range(2)]
+    judged = evidence(events=events, fingerprints=apart)
+    assert not_reduced(judged) == []
+    finding = only(replicas_differ(judged))
+    assert (finding.severity, finding.cause) == (
+        "critical",
+        "the script's own collectives did not make the parameters equal",
+    )
+
+
+def exchanged(steps: int, every: int, *, exact: bool) -> wire.Event:
+    count = steps // every
+    facts: dict[str, wire.Scalar] = {"module": 0, "optimizer_steps": steps, "exchanges": count, "every": every}
+    return wire.Event(kind="exchanged", at_ns=steps, detail=facts | {"exact": count * exact})
 
 
 def test_a_parameter_that_nobody_reduces_is_a_fault_beside_the_scripts_own_exchanges() -> None:
     detail: dict[str, wire.Scalar] = {"reason": "unfrozen", "parameters": "l.weight", "count": 1, "module": 0}
-    own = wire.Event(kind="exchanged", at_ns=1, detail={"module": 0, "optimizer_steps": 60, "exchanges": 7, "every": 8})
+    own = exchanged(60, 8, exact=True)
     events = [(0, wire.Event(kind="not_reduced", at_ns=0, step=3, detail=detail)), (0, own)]
     findings = not_reduced(evidence(events=events))
     assert isinstance(findings, list)
