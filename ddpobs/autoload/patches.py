@@ -2,11 +2,13 @@
 
 It does almost nothing at start-up. If the process imports torch's DDP, that class is patched to attach telemetry to
 each new instance. A launcher or a loader worker creates no instance and pays nothing. A training that builds none is
-noticed at the first step of an optimizer, and rank 0 prints the reason.
+noticed at the first step of an optimizer, and rank 0 prints the reason. An error that ends a rank before its first
+model is reported.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import sys
@@ -175,6 +177,42 @@ def _watch_failures(module: Any) -> None:
     module.ProcessFailure.__post_init__ = __post_init__
 
 
+def _watch_errors() -> None:
+    """In a rank, report an error that ends it before its first model; a program that a rank starts is no rank."""
+    if not (os.environ.get("RANK", "").isdigit() and os.environ.get("WORLD_SIZE", "").isdigit()):
+        return
+    own = ":".join(os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"))
+    if os.environ.get(_RANK) == own:
+        return
+    os.environ[_RANK] = own
+    environ = dict(os.environ)  # The script may change the variables.
+    original, pid = sys.excepthook, os.getpid()
+
+    def excepthook(kind: Any, error: BaseException, trace: Any) -> None:
+        original(kind, error, trace)
+        report(error)
+
+    def report(error: Any) -> None:
+        is_rank = os.getpid() == pid and not hasattr(sys, "ps1")
+        if error is None or _reported or not is_rank or _explained or _was_joined():
+            return
+        if isinstance(error, KeyboardInterrupt) or type(error).__name__ in _OF_LAUNCHERS:
+            return
+        _reported.append(True)
+        try:
+            from ddpobs.launch.early_failure import report as send
+
+            line = send(error, environ)
+            if line:
+                print(line, file=sys.stderr, flush=True)  # noqa: T201
+        except Exception as failure:
+            _print(f"the error is not reported: {failure}")
+
+    sys.excepthook = excepthook
+    # A hook that the script installs may not call ours.
+    atexit.register(lambda: report(getattr(sys, "last_value", None)))
+
+
 def _advise(_model: Any) -> None:
     """Report once the alternative to DataParallel."""
     if not _advised:
@@ -195,6 +233,12 @@ _waits: list[tuple[int, str]] = []
 _MAX_WAITS = 1000
 """Maximum number of these waits: a program without a model may wait for ever."""
 _advised: list[bool] = []
+_reported: list[bool] = []
+"""Not empty if the error that ends this rank was reported."""
+_RANK = "DDPOBS_RANK"
+"""Variable of a rank, by which a program that it starts knows that it is none."""
+_OF_LAUNCHERS = ("ChildFailedError", "SignalException")
+"""Errors by which torchrun reports a rank's end; where it has a rank's variables itself, it is none."""
 _PATCHES: dict[str, Callable[[Any], None]] = {
     "torch.nn.parallel.distributed": _patch_ddp,
     "torch.distributed.distributed_c10d": _watch_barriers,
@@ -211,6 +255,7 @@ def _begin() -> None:
         if name in sys.modules:
             _PATCHES[name](sys.modules[name])
     sys.meta_path.insert(0, _Finder())
+    _watch_errors()
 
 
 _begin()

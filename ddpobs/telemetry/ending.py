@@ -11,7 +11,7 @@ from ddpobs.config import TelemetryConfig
 from ddpobs.export.exporter import Exporter
 from ddpobs.export.spool import folder_of
 from ddpobs.never_raises import never_raises
-from ddpobs.recording.hooks.failure import describe
+from ddpobs.recording.error_text import describe
 from ddpobs.recording.journal import Journal
 from ddpobs.recording.looks.pulses import Pulses
 from ddpobs.recording.place.last_place import FOLDER, LastPlace, is_interrupted

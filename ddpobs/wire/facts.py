@@ -33,6 +33,8 @@ class EndFacts(Record, frozen=True, kw_only=True):
         error: Class of the error; empty without one.
         message: Its message.
         traceback: Last lines of its traceback.
+        place: Innermost lines of the user's code in it, such as `train.py:57 → dataset.py:31 __getitem__`.
+        stage: `start` or `init_process_group` where the rank had no telemetry yet; else empty.
         signal: Signal that ended the process; empty without one.
         exit_status: Exit status of the process; None if it is not known.
         oom_kills: Number of processes that the kernel killed on that host for want of memory.
@@ -49,6 +51,8 @@ class EndFacts(Record, frozen=True, kw_only=True):
     error: str = ""
     message: str = ""
     traceback: str = ""
+    place: Name = ""
+    stage: Name = ""
     signal: Name = ""
     exit_status: _Status | None = None
     oom_kills: Count = 0

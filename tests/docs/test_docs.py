@@ -22,7 +22,7 @@ from typer.main import get_command
 import ddpobs.horovod
 from benchmarks import measured
 from ddpobs import TelemetryConfig, cli, wire
-from ddpobs.recording.hooks.failure import describe
+from ddpobs.recording.error_text import describe
 from tests.support.longest_files import FIRST
 
 ROOT = Path(__file__).resolve().parents[2]

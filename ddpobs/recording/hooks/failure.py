@@ -1,4 +1,4 @@
-"""Errors that end a training: their description, and hooks on uncaught errors.
+"""Hooks on uncaught errors, which end a training.
 
 The interpreter's exit may come long after the error, for example behind a thread of the user's. So the hooks report an
 uncaught error at once.
@@ -8,27 +8,11 @@ from __future__ import annotations
 
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ddpobs import wire
 from ddpobs.never_raises import never_raises
 from ddpobs.torch_seam.patching import Patches
-
-_MESSAGE_CHARACTERS = 500
-_TRACEBACK_LINES, _TRACEBACK_BYTES = 10, 2000
-
-
-def describe(error: BaseException, texts: bool) -> dict[str, wire.Scalar]:
-    """Describe an error: its type, and with `texts` its message and the last lines of its traceback."""
-    detail: dict[str, wire.Scalar] = {"error": type(error).__name__}
-    if texts:
-        detail["message"] = _message(error)
-        lines = "".join(traceback.format_exception(error)).splitlines()
-        text = "\n".join(lines[-_TRACEBACK_LINES:]).encode(errors="replace")
-        detail["traceback"] = text[-_TRACEBACK_BYTES:].decode(errors="ignore")
-    return detail
 
 
 def uncaught() -> BaseException | None:
@@ -92,11 +76,3 @@ class UncaughtErrors:
             return original(args)
 
         return excepthook
-
-
-def _message(error: BaseException) -> str:
-    try:
-        message = str(error)
-    except Exception:  # The user's own class.
-        return ""
-    return message[:_MESSAGE_CHARACTERS].encode(errors="replace").decode()

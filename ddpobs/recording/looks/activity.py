@@ -24,6 +24,7 @@ from typing import Literal
 
 import torch
 
+from ddpobs.recording.error_text import LIBRARIES
 from ddpobs.shared.hang_verdict import BUFFERS
 
 Kind = Literal["data", "bucket", "collective", "checkpoint", "compile", "evaluation", "code"]
@@ -53,13 +54,9 @@ def _path_of(module: str) -> str:
     return f"{Path(spec.origin).parent}/" if spec.submodule_search_locations else spec.origin
 
 
-_OURS = _path_of("ddpobs").rstrip("/")
 _HOROVOD = _path_of("ddpobs.horovod")
 _TELEMETRY = tuple(map(_path_of, ("ddpobs.recording", "ddpobs.never_raises")))
 _REDUCER = tuple(map(_path_of, ("ddpobs.reducer", "ddpobs.comm", "ddpobs.torch_seam.collectives")))
-_LIBRARIES = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {_OURS, "<frozen"}
-)
 _LOADER = (f"{_TORCH}/utils/data/",)
 _POLLING = (
     *_LOADER,
@@ -256,7 +253,7 @@ def place_of(frames: Sequence[FrameType]) -> str:
 
 def users_frames(frames: Sequence[FrameType]) -> list[FrameType]:
     """The frames outside of libraries, innermost first."""
-    return [frame for frame in frames if not frame.f_code.co_filename.startswith(_LIBRARIES)]
+    return [frame for frame in frames if not frame.f_code.co_filename.startswith(LIBRARIES)]
 
 
 def frames_of(thread: int) -> Iterator[FrameType]:
@@ -308,6 +305,6 @@ def _collective_name(frames: Sequence[FrameType]) -> str:
 
 def _frame_text(frame: FrameType) -> str:
     path = frame.f_code.co_filename
-    for library in _LIBRARIES:
+    for library in LIBRARIES:
         path = path.removeprefix(f"{library}/")
     return f"{path[-160:]}:{frame.f_lineno} {frame.f_code.co_name}"[:256]

@@ -1,4 +1,4 @@
-"""The description of an error that ends a training, and the hooks on uncaught errors."""
+"""The hooks on uncaught errors."""
 
 from __future__ import annotations
 
@@ -6,55 +6,9 @@ import sys
 import threading
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 
-from ddpobs.recording.hooks.failure import UncaughtErrors, describe
-
-
-class UnprintableError(Exception):
-    """An error of the user's whose text cannot be made."""
-
-    def __str__(self) -> str:
-        raise RuntimeError
-
-
-def raised(error: BaseException, depth: int = 0) -> BaseException:
-    def fail(level: int) -> None:
-        if level:
-            fail(level - 1)
-        raise error
-
-    try:
-        fail(depth)
-    except BaseException as caught:
-        return caught
-    raise AssertionError
-
-
-def test_an_error_is_described_by_type_message_and_last_lines() -> None:
-    detail = describe(raised(ValueError("x" * 600), depth=20), texts=True)
-    assert (detail["error"], detail["message"]) == ("ValueError", "x" * 500)
-    text = detail["traceback"]
-    assert isinstance(text, str)
-    assert len(text.splitlines()) == 10
-    assert text.endswith(f"ValueError: {'x' * 600}")
-
-
-def test_a_long_traceback_is_cut_at_its_begin() -> None:
-    text = describe(raised(ValueError("€" * 3000 + "end")), texts=True)["traceback"]
-    assert isinstance(text, str)
-    assert len(text.encode()) <= 2000
-    assert text.endswith("€end")
-
-
-def test_without_texts_only_the_type_remains() -> None:
-    assert describe(raised(ValueError("secret")), texts=False) == {"error": "ValueError"}
-
-
-@pytest.mark.parametrize("error", [UnprintableError(), ValueError("\udcff")], ids=["unprintable", "surrogate"])
-def test_any_text_can_be_sent(error: Exception) -> None:
-    assert msgspec.json.encode(describe(raised(error), texts=True))
+from ddpobs.recording.hooks.failure import UncaughtErrors
 
 
 @pytest.fixture

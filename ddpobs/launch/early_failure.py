@@ -1,0 +1,103 @@
+"""Report of an error that ends a rank before it has telemetry: at an import, in `init_process_group`, in its data set.
+
+No rank has agreed on an attempt then. So its id is a hash of what the ranks of one launch share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import secrets
+import socket
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+
+import zstandard
+
+import ddpobs
+from ddpobs import wire
+from ddpobs.client.reader import page_address
+from ddpobs.config import TelemetryConfig, from_environment
+from ddpobs.export.http_sender import Outcome, Sender
+from ddpobs.export.spool import Encoded, Spool, folder_of
+from ddpobs.ranks.run_name import run_name
+from ddpobs.recording.error_text import describe
+from ddpobs.recording.place.place_file import LAUNCH
+
+_LAUNCH = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "SLURM_RESTART_COUNT",
+)
+"""Variables that the ranks of one attempt share, and of which one differs in the next."""
+_LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
+"""Addresses of a launch on one host, whose ranks mostly share a `ddpobs run`."""
+_GROUP = "init_process_group"
+
+
+def report(error: BaseException, environ: Mapping[str, str]) -> str:
+    """Send an error of this process, a rank by its environment; what does not arrive waits in the spool.
+
+    Args:
+        error: The error that ends the process.
+        environ: The process's environment, with `RANK` and `WORLD_SIZE`.
+
+    Returns:
+        A line for the terminal; empty if the settings want none.
+    """
+    config = from_environment(environ)
+    run = config.run or run_name(environ)
+    batch = _batch(error, config, run, environ)
+    body = zstandard.compress(wire.encode(batch), 1)
+    spool, encoded = Spool(folder_of(config.spool), int(config.spool_mb * 1e6)), Encoded(run, batch.source, 0, 1, body)
+    with suppress(OSError):  # The launcher may end this process before the response.
+        spool.put(encoded, batch.anchor.wall_ns, lambda *_: None)
+    sender = Sender(config)
+    response = sender.send(run, batch.source, 0, body, min(config.timeout_s, config.exit_s))
+    sender.close()
+    if response.outcome not in (Outcome.RETRY, Outcome.FORBIDDEN):
+        for spooled in spool.batches({batch.source}):
+            spooled.path.unlink(missing_ok=True)
+    if config.quiet:
+        return ""
+    where = "in init_process_group" if batch.events[0].detail["stage"] == _GROUP else "before its model was built"
+    is_there = response.outcome in (Outcome.STORED, Outcome.REPEATED)
+    address = page_address(config.collector, run) if is_there else f"not reported: {response.detail}"
+    return f"ddpobs: rank {batch.rank} failed {where}: {address}"
+
+
+def _batch(error: BaseException, config: TelemetryConfig, run: str, environ: Mapping[str, str]) -> wire.Batch:
+    anchor = wire.Anchor(wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns())
+    functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+    detail: dict[str, wire.Scalar] = {"stage": _GROUP if _GROUP in functions else "start", "wall_ns": anchor.wall_ns}
+    launch = environ.get(LAUNCH, "") if environ.get("MASTER_ADDR", "") in _LOOPBACK else ""
+    shared = " ".join([run, launch, *(environ.get(name, "") for name in _LAUNCH)])
+    return wire.Batch(
+        version=wire.VERSION,
+        run=run,
+        attempt=hashlib.sha256(shared.encode()).hexdigest()[:16],
+        source=secrets.token_hex(8),
+        seq=0,
+        rank=int(environ["RANK"]),
+        world_size=int(environ["WORLD_SIZE"]),
+        emitted=1,
+        dropped=0,
+        anchor=anchor,
+        hello=wire.Hello(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            device="",
+            backend="",
+            versions={"ddpobs": ddpobs.__version__, "python": platform.python_version()},
+        ),
+        events=[
+            wire.Event(kind="failed", at_ns=anchor.monotonic_ns, detail=detail | describe(error, config.traceback))
+        ],
+    )
