@@ -34,8 +34,9 @@ def opened(browser: Any, url: str) -> Iterator[tuple[Any, list[Any]]]:
         requests.append(request)
 
     visit.page.context.on("request", note)
+    visit.page.get_by_role("button", name="trace").click()
     with visit.page.expect_popup() as popup:
-        visit.page.get_by_role("button", name="Open in Perfetto").click()
+        visit.page.get_by_role("dialog").get_by_role("button", name="Open in Perfetto").click()
     page = popup.value
     page.set_default_timeout(PATIENCE_MS)
     page.set_viewport_size({"width": 1400, "height": 1000})
@@ -121,14 +122,22 @@ def test_the_ui_lists_the_ranks_and_the_tracks_of_one(perfetto: Any) -> None:
 
 
 def test_without_the_ui_the_page_says_what_to_install_and_saves_the_trace(browser: Any, url: str) -> None:
-    visit = drawn(browser, f"{url}/runs/picture?step=2")
-    visit.page.evaluate("document.getElementById('perfetto').dataset.installed = 'no'")
-    visit.page.get_by_role("button", name="Open in Perfetto").click()
-    dialog = visit.page.get_by_role("dialog", name="The trace viewer is not installed")
+    visit = drawn(browser, f"{url}/runs/picture?steps=1-2")
+    visit.page.evaluate("document.getElementById('trace').dataset.viewer = 'no'")
+    visit.page.get_by_role("button", name="trace").click()
+    dialog = visit.page.get_by_role("dialog", name="Trace")
     dialog.get_by_text("pip install 'ddpobs[perfetto]'").wait_for()
+    steps = dialog.get_by_role("textbox", name="Steps")
+    assert steps.input_value() == "1-2"
+    steps.fill("1-60")
+    dialog.get_by_role("button", name="Save the file").click()
+    dialog.get_by_text("expected at most 50, got 60").wait_for()
+    steps.fill("2")
     with visit.page.expect_download() as download:
-        dialog.get_by_role("button", name="Save the trace").click()
-    assert '"step 2"' in Path(download.value.path()).read_text()
+        dialog.get_by_role("button", name="Save the file").click()
+    text = Path(download.value.path()).read_text()
+    assert '"step 2"' in text
+    assert '"step 1"' not in text
     visit.page.close()
 
 

@@ -169,6 +169,48 @@ def shifted(payload: wire.Batch, offset: int) -> wire.Batch:
     return msgspec.structs.replace(payload, steps=steps, spans=spans)
 
 
+_FOCUSED = """() => {
+  let node = document.activeElement;
+  while (node.shadowRoot?.activeElement) node = node.shadowRoot.activeElement;
+  return node.getAttribute("aria-label") ?? node.title + node.id + node.textContent.trim();
+}"""
+
+
+def test_with_a_keyboard_alone_the_figures_are_near_and_their_tools_have_names(browser: Any, url: str) -> None:
+    visit = drawn(browser, f"{url}/runs/picture")
+    focused, press = visit.page.evaluate, visit.page.keyboard.press
+    press("Tab")
+    assert focused(_FOCUSED) == "Skip to the figures"
+    press("Enter")
+    stops = []
+    while "previousEarlier step" not in stops:
+        press("Tab")
+        stops.append(focused(_FOCUSED))
+        assert len(stops) < 16, stops
+    press("Tab")
+    press("Tab")
+    tools = [focused(_FOCUSED)]
+    while len(tools) < 4:
+        press("ArrowRight")
+        tools.append(focused(_FOCUSED))
+    assert tools == ["Pan steps or time", "Box Zoom steps or time", "Wheel Zoom steps or time", "Reset"]
+    assert visit.page.get_by_role("toolbar", name="Tools of One step").count() == 1
+
+
+def test_the_table_of_ranks_begins_with_the_finding_s_rank_and_then_the_slowest(browser: Any, url: str) -> None:
+    for rank in range(3):
+        put(url, msgspec.structs.replace(batch("rows", rank, slow=rank == 2, host="node"), world_size=3))
+    visit = drawn(browser, f"{url}/runs/rows")
+    rows = visit.page.locator("#processes tbody tr")
+    assert [int(text.split()[0]) for text in rows.all_inner_texts()] == [2, 0, 1]
+    assert visit.page.get_by_role("columnheader").all_inner_texts().count("Dropped") == 0
+    visit.page.locator("#rank").fill("1")
+    visit.page.locator("#rank").press("Enter")
+    settle(visit)
+    assert [int(text.split()[0]) for text in rows.all_inner_texts()] == [1, 2, 0]
+    assert visit.page.locator("#processes tr[aria-current=true] button").inner_text() == "1"
+
+
 def test_ranks_whose_step_numbers_are_far_apart_are_compared_and_drawn(browser: Any, url: str) -> None:
     for rank, offset in enumerate((2000, 500, 2000)):
         put(url, shifted(msgspec.structs.replace(batch("uneven", rank, rank == 2, "node"), world_size=3), offset))

@@ -97,7 +97,8 @@ def test_the_page_and_the_documentation_work_below_a_path(below_path: str, brows
     visit.page.get_by_role("link", name="behind").click()
     visit.page.wait_for_url(f"{below_path}/runs/behind")
     visit.page.locator("#processes tbody tr").first.wait_for()
-    assert visit.page.locator("#trace").get_attribute("href") == f"{PATH}/api/v1/runs/behind/trace?attempt={ATTEMPT}"
+    report = f"{PATH}/api/v1/runs/behind/report.html?attempt={ATTEMPT}"
+    assert visit.page.locator("#report").get_attribute("href") == report
     visit.page.get_by_role("link", name="API").click()
     visit.page.get_by_text("ddpobs collector").first.wait_for()
     assert visit.errors == []

@@ -29,20 +29,30 @@ export function showFacts(details, shown, attempts, ranks) {
   byId("facts").replaceChildren(element("span", { class: `state ${state}` }, state), text);
 }
 
-export function showRanks(ranks, match, select) {
+// The table of ranks: the marked ones first, then by own time. Columns without a value are left out.
+export function showRanks(ranks, marked, select) {
+  const table = byId("processes");
   const options = ranks.slice(0, MAX_RANKS).map(({ rank }) => element("option", { value: rank }));
   byId("rank-list").replaceChildren(...options);
-  const rows = ranks.filter(match).slice(0, MAX_RANKS);
-  byId("processes").tBodies[0].replaceChildren(...rows.map((row) => rankRow(row, select)));
+  const isMarked = new Set(marked);
+  const order = (a, b) =>
+    isMarked.has(b.rank) - isMarked.has(a.rank) || (b.own_ns ?? -1) - (a.own_ns ?? -1) || a.rank - b.rank;
+  const rows = ranks.toSorted(order).slice(0, MAX_RANKS);
+  table.tBodies[0].replaceChildren(...rows.map((row) => rankRow(row, isMarked.has(row.rank), select)));
+  for (const [index, name] of ["rank", "host", "device", "steps", "own_ns", "now", "dropped"].entries()) {
+    const isEmpty = ["host", "device", "own_ns", "dropped"].includes(name) && !ranks.some((row) => row[name]);
+    for (const line of table.rows) line.cells[index].hidden = isEmpty;
+  }
 }
 
-function rankRow(row, select) {
+function rankRow(row, isMarked, select) {
   const button = element("button", { type: "button", class: "link" }, String(row.rank));
   button.addEventListener("click", () => select(row.rank));
   const place = [cell(row.host || "–"), cell(row.device || "–")];
   const counts = [number(String(row.steps)), number(ms(row.own_ns))];
   const now = cell(activity(row), { class: row.state });
-  return element("tr", {}, number(button), ...place, ...counts, now, number(String(row.dropped)));
+  const marks = isMarked ? { class: "chosen", "aria-current": "true" } : {};
+  return element("tr", marks, number(button), ...place, ...counts, now, number(String(row.dropped)));
 }
 
 function activity({ state, goodbye, pulse, last_seen_ns }) {

@@ -2,6 +2,7 @@
 
 import { get, Unreachable } from "./api.js";
 import { element } from "./elements.js";
+import { nameTools } from "./toolbars.js";
 
 const LEGEND_COLUMN_PX = 165;
 const MAX_LEGEND_COLUMNS = 9;
@@ -97,6 +98,7 @@ export class FigureView {
     for (const child of [...this.plot.children]) if (child !== holder) child.remove();
     holder.classList.remove("incoming");
     this.#watch();
+    nameTools(this.plot, this.data.title);
   }
 
   get model() {

@@ -36,7 +36,13 @@ function card(finding, key, isChosen, open, select) {
 }
 
 function heading(finding, key, isChosen, choose) {
-  const attributes = { type: "button", class: "finding-title", "aria-pressed": isChosen, "data-key": `title ${key}` };
+  const attributes = {
+    type: "button",
+    class: "finding-title",
+    "aria-pressed": isChosen,
+    "data-key": `title ${key}`,
+    tabindex: -1,
+  };
   const title = element("button", attributes, finding.verdict);
   title.addEventListener("click", choose);
   return element("h2", {}, title);

@@ -1,8 +1,6 @@
 // Opens a trace in the Perfetto UI that the collector serves, in a tab of its own.
 
 import { getBytes, root } from "./api.js";
-import { dialog } from "./dialog.js";
-import { element } from "./elements.js";
 
 const PING_MS = 100;
 const GIVE_UP_MS = 120_000;
@@ -38,16 +36,4 @@ function ready(ui) {
     }, PING_MS);
     addEventListener("message", answer);
   });
-}
-
-// Without the UI beside the collector nothing is sent anywhere: say what to install, and offer the file.
-export function explainViewer(download) {
-  const install = "To open steps here, install it there, and start the collector again:";
-  const save = "Or save the trace, and open the file at https://ui.perfetto.dev, which reads it in the browser.";
-  const content = [
-    element("p", {}, `The Perfetto UI is not installed beside this collector. ${install}`),
-    element("pre", {}, "pip install 'ddpobs[perfetto]'"),
-    element("p", {}, save),
-  ];
-  dialog("The trace viewer is not installed", content, "Save the trace")(async () => download.click());
 }

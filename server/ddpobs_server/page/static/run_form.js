@@ -4,11 +4,11 @@ import { change, get, root, saveWithToken } from "./api.js";
 import { byId, element, renew } from "./elements.js";
 import { showBucket, showRanks } from "./facts.js";
 import { chooseOther, editLabels, labelsOf } from "./labels.js";
-import { explainViewer, openTrace } from "./perfetto.js";
 import { runOnce } from "./refresh.js";
 import { shown } from "./run_figures.js";
 import { address, state } from "./run_state.js";
-import { isEmpty, stepRange } from "./selection.js";
+import { isEmpty, markedRanks, stepRange } from "./selection.js";
+import { offerTrace } from "./trace.js";
 
 const LIVE = ["running", "stalled", "hung"];
 const MAX_TRACE_STEPS = 50;
@@ -31,24 +31,17 @@ export function fillForm(choose) {
   byId("order").value = selection.order ?? "cost";
   byId("clear").hidden = isEmpty(selection);
   byId("clear").textContent = isLive() ? "Follow the run" : "Clear the selection";
-  fillLinks(step ?? 0);
+  byId("report").href = `${root}/api/v1${address("report.html")}`;
   showBucket(state.layouts, selection.bucket);
   const drawn = new Set(shown("ranks").ranks ?? []);
   const isShown = ({ rank }) => !selection.match || drawn.has(rank);
-  showRanks(state.ranks, isShown, (rank) => choose({ rank: String(rank) }));
+  const marked = markedRanks(selection, state.diagnosis?.findings ?? [], state.keys);
+  showRanks(state.ranks.filter(isShown), marked, (rank) => choose({ rank: String(rank) }));
 }
 
 function isLive() {
   const { details, shownAttempt } = state;
   return details && LIVE.includes(details.state) && (!shownAttempt || shownAttempt.attempt === details.attempt);
-}
-
-function fillLinks(step) {
-  const range = stepRange(state.selection);
-  const steps = range && range[1] - range[0] < MAX_TRACE_STEPS ? { from: range[0], to: range[1] } : {};
-  byId("trace").href = `${root}/api/v1${address("trace", steps)}`;
-  byId("open-trace").href = `${root}/api/v1${address("trace", { from: step, to: step })}`;
-  byId("report").href = `${root}/api/v1${address("report.html")}`;
 }
 
 export function offerBuckets(names) {
@@ -97,12 +90,10 @@ function entered() {
 }
 
 export function followButtons() {
-  saveWithToken(byId("trace"), "trace.json");
-  saveWithToken(byId("open-trace"), "trace.json");
   saveWithToken(byId("report"), "report.html");
   byId("edit").addEventListener("click", () => editLabels(state.details, saveLabels));
   byId("compare").addEventListener("click", () => runOnce(compare));
-  byId("perfetto").addEventListener("click", showTrace);
+  byId("trace").addEventListener("click", showTrace);
   byId("copy").addEventListener("click", copyLink);
 }
 
@@ -119,10 +110,12 @@ async function compare() {
   });
 }
 
+// The selected steps, if they are few; otherwise the drawn step.
 function showTrace() {
-  if (byId("perfetto").dataset.installed === "no") return explainViewer(byId("open-trace"));
+  const range = stepRange(state.selection);
   const step = shown("step").step ?? 0;
-  return runOnce(() => openTrace(address("trace", { from: step, to: step }), `${state.run}: step ${step}`));
+  const steps = range && range[1] - range[0] < MAX_TRACE_STEPS ? range : [step, step];
+  offerTrace(steps, address, state.run, byId("trace").dataset.viewer === "yes");
 }
 
 async function copyLink() {

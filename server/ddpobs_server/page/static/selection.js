@@ -77,3 +77,9 @@ export function findingKeys(findings) {
     return count > 1 ? `${key}.${count}` : key;
   });
 }
+
+// The ranks whose rows are marked: the selected one, or those of the selected finding.
+export function markedRanks({ rank, finding }, findings, keys) {
+  if (rank) return [Number(rank)];
+  return findings[keys.indexOf(finding)]?.ranks ?? [];
+}
