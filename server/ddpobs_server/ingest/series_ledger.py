@@ -6,9 +6,11 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from operator import attrgetter
 
 from ddpobs import wire
+from ddpobs_server.reports.run_state import LAST_SCRAPES_NS
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import DEFAULT_WORKSPACE, Store, UnavailableError
 from ddpobs_server.web.problems import Problem
@@ -20,6 +22,10 @@ LIMITS = ("max_series", "max_run_series", "max_buckets")
 _REVISIONS = 10
 """Buckets of all revisions of a run's layouts, relative to the allowed buckets of its modules."""
 _MAX_RUNS = 100_000
+_ENDED_S, _LOOK_S = LAST_SCRAPES_NS / 1e9, 10.0
+"""Silence after which a run that is over has no series, and time between two looks for such runs."""
+_LOOKED_UP = 1000
+"""Runs that a statement looks up."""
 
 
 @dataclass
@@ -51,6 +57,8 @@ class _Run:
     current: str
     attempts: dict[str, _Attempt] = field(default_factory=dict)
     seen_s: float = 0.0
+    looked_up_s: float = 0.0
+    """When the store was asked whether it goes on."""
     is_confirmed: bool = True
     """Whether the store has the current attempt."""
 
@@ -64,7 +72,7 @@ class _Run:
 
 
 class SeriesLedger:
-    """Series of the active runs. `check`, `stored` and `forget` are used on the writer's thread alone.
+    """Series of the runs that `/metrics` shows. `check`, `stored` and `forget` are used on the writer's thread alone.
 
     Args:
         settings: `max_run_series`, `max_buckets` and `quiet_after_s`.
@@ -77,10 +85,12 @@ class SeriesLedger:
         self._runs: OrderedDict[str, _Run] = OrderedDict()
         """In the order of their latest batch."""
         self._totals: Counter[str] = Counter()
+        self._looked_s = float("-inf")
         self._lock = threading.Lock()
 
     def series(self) -> dict[str, int]:
-        """Series of each workspace with active runs."""
+        """Series of each workspace with runs in `/metrics`."""
+        self._drop_hidden()
         with self._lock:
             return {workspace: count for workspace, count in self._totals.items() if count}
 
@@ -89,9 +99,9 @@ class SeriesLedger:
         if limit == "max_series":
             used = ((count, self._limits.of(workspace).max_series) for workspace, count in self.series().items())
             return max((count / max(1, most) for count, most in used), default=0.0)
-        since_s = time.monotonic() - self._settings.quiet_after_s
+        self._drop_hidden()
         with self._lock:
-            active = [run.shown for run in self._runs.values() if run.seen_s > since_s and run.shown is not None]
+            active = [run.shown for run in self._runs.values() if run.shown is not None]
         used_by = attrgetter("series" if limit == "max_run_series" else "module_buckets")
         return float(max(map(used_by, active), default=0) / max(1, getattr(self._settings, limit)))
 
@@ -107,8 +117,7 @@ class SeriesLedger:
         run.seen_s = time.monotonic()
         attempt = run.attempts[batch.attempt]
         ranks = {batch.rank}.union(*(peers.rank.tolist() for peers in batch.peers))
-        if batch.run in self._runs and ranks <= attempt.ranks and not batch.layouts:
-            self._runs.move_to_end(batch.run)
+        if ranks <= attempt.ranks and not batch.layouts and self._move_to_end(batch.run):
             return
         larger = _Attempt(attempt.ranks | ranks, dict(attempt.buckets))
         larger.buckets |= {(layout.module, layout.revision): len(layout.buckets) for layout in batch.layouts}
@@ -154,7 +163,7 @@ class SeriesLedger:
         before, limit = self._runs.get(key), self._limits.of(run.workspace).max_series
         growth = run.series - (before.series if before is not None else 0)
         if growth > 0 and self._totals[run.workspace] + growth > limit:
-            self._drop_quiet(but=key)
+            self._drop_hidden(but=key)
         if growth > 0 and self._totals[run.workspace] + growth > limit:
             detail = (
                 f"the active runs of workspace {run.workspace} have {self._totals[run.workspace]} series, {limit} are "
@@ -190,16 +199,42 @@ class SeriesLedger:
         if len(self._runs) > _MAX_RUNS:
             self._drop(next(iter(self._runs)))
 
-    def _drop_quiet(self, but: str) -> None:
-        """Forget runs that have left `/metrics`."""
-        quiet_s = time.monotonic() - self._settings.quiet_after_s
-        for key, run in list(self._runs.items()):
-            if run.seen_s > quiet_s:
-                break
-            if key != but:
+    def _move_to_end(self, key: str) -> bool:
+        """Note that a run is the latest to send; False if it is not counted."""
+        with self._lock:
+            if key not in self._runs:
+                return False
+            self._runs.move_to_end(key)
+            return True
+
+    def _drop_hidden(self, but: str = "") -> None:
+        """Forget the runs that have left `/metrics`: those without a batch for long, or that are over."""
+        now_s = time.monotonic()
+        quiet_s = now_s - self._settings.quiet_after_s
+        ended_s = max(quiet_s, now_s - _ENDED_S)
+        with self._lock:
+            if now_s - self._looked_s < _LOOK_S:
+                return
+            self._looked_s = now_s
+            silent = dict(takewhile(lambda item: item[1].seen_s < ended_s, self._runs.items()))
+        hidden = {key for key, run in silent.items() if run.seen_s < quiet_s}
+        hidden |= self._over([key for key in silent.keys() - hidden if silent[key].looked_up_s < ended_s])
+        for key, run in silent.items():
+            run.looked_up_s = now_s
+            if key in hidden and key != but and run.seen_s < ended_s:  # It may send again meanwhile.
                 self._drop(key)
+
+    def _over(self, runs: list[str]) -> set[str]:
+        """Those of the runs whose sources have all ended; none while the database is away."""
+        over = set(runs)
+        for begin in range(0, len(runs), _LOOKED_UP):
+            try:
+                over -= self._store.going_on(runs[begin : begin + _LOOKED_UP])
+            except UnavailableError:
+                return set()
+        return over
 
     def _drop(self, key: str) -> None:
         with self._lock:
-            run = self._runs.pop(key)
-            self._totals[run.workspace] -= run.series
+            if (run := self._runs.pop(key, None)) is not None:
+                self._totals[run.workspace] -= run.series

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ddpobs_server.metrics.metric import Families, Render
 from ddpobs_server.metrics.run_metrics import headers, render_present, render_runs
 from ddpobs_server.reports.reports import Reports
-from ddpobs_server.reports.run_state import state_of_run
+from ddpobs_server.reports.run_state import LAST_SCRAPES_NS, state_of_run
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Run, RunVersion, Store, UnavailableError
 
@@ -21,8 +21,6 @@ SCRAPE_BYTES = 64_000_000
 """Maximum bytes of a response; further runs are left out and counted."""
 _CACHED_BYTES = 192_000_000
 """Maximum bytes of rendered runs of all workspaces that are kept."""
-_LAST_SCRAPES_NS = 60_000_000_000
-"""Time a finished run stays, so that its last values are scraped."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class RunRenderer:
         with self._reports.undisturbed():
             # The wall clock may be set back, so a run may have been seen in the future.
             runs, fresh = self._read((now_ns - quiet_ns, now_ns + quiet_ns), workspace)
-        active = [run for run in runs if not run.is_over or abs(now_ns - run.last_seen_ns) < _LAST_SCRAPES_NS]
+        active = [run for run in runs if not run.is_over or abs(now_ns - run.last_seen_ns) < LAST_SCRAPES_NS]
         families = self._keep(active, fresh)
         fitting = _fitting(active, families)
         diagnostics = self._reports.recent_diagnostics(fitting)

@@ -14,6 +14,8 @@ from ddpobs_server.store import Run, RunVersion, Source
 _FRESH_NS = 2 * 10**9
 """Age at which a diagnosis without a new commit is computed again."""
 
+LAST_SCRAPES_NS = 60 * 10**9
+"""Time for which `/metrics` shows a run that is over, so that its last values are scraped."""
 _RECENT_NS = 30 * 10**9
 """Age up to which a diagnosis of a live run is used for marks in a picture."""
 

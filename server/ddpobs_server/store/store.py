@@ -261,6 +261,7 @@ class Store:
     step_parts = _reads(digest_queries.step_parts)
     hellos = _reads(digest_queries.hellos)
     version = _reads(run_queries.version)
+    going_on = _reads(run_queries.going_on)
     count_runs = _reads(run_queries.count_runs)
     silent_runs_share = _reads(run_queries.silent_runs_share)
     silent_bytes_share = _reads(run_queries.silent_bytes_share)

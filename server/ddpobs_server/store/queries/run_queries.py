@@ -104,6 +104,13 @@ def version(connection: Connection, run: str) -> RunVersion:
     return RunVersion(row[0], row[1], row[2], is_over=bool(row[3])) if row else RunVersion(0, 0, 0, is_over=True)
 
 
+def going_on(connection: Connection, run_keys: Sequence[str]) -> set[str]:
+    """Those of the runs of which a source of the latest attempt has not ended."""
+    same = (_s.run_id == _r.run_id) & (_s.attempt == _r.attempt)
+    running = select(_s.source).where(same, _s.ended == "").correlate(schema.runs).exists()
+    return set(connection.execute(select(_r.run_id).where(_r.run_id.in_(run_keys), running)).scalars())
+
+
 def count_runs(connection: Connection, workspace: str) -> int:
     """Number of runs in a workspace."""
     return connection.execute(select(func.count()).where(_r.workspace == workspace)).scalar_one()
