@@ -16,10 +16,16 @@ from ddpobs_server.web.run_faults import RunFaults
 
 _ROUND_S = 20.0
 """Longest time for bins in a round, so that the removal of old data never waits long."""
+_URGENT_NS = 3600 * 10**9
+"""Time after its last batch in which a run that failed or hung is urgent."""
+_HEAD_START_S = 600.0
+"""Time by which an urgent run counts as waiting longer: it comes first, and another run waits no longer than this."""
 
 
 class BinsInTurns:
-    """Makes the bins that are due of the runs that changed; within a workspace the run that waited longest is first.
+    """Makes the bins that are due of the runs that changed.
+
+    Within a workspace, a run that just failed or hung is first, then the run that waited longest.
 
     Args:
         store: The store.
@@ -48,7 +54,8 @@ class BinsInTurns:
         began = time.monotonic()
         changed = {run: commits for run, commits in self._store.runs_with_columns() if self._done.get(run) != commits}
         self._waiting_since = {run: self._waiting_since.get(run, began) for run in changed}
-        in_order = sorted(changed, key=lambda run: self._waiting_since[run])
+        urgent = self._store.urgent_runs(now_ns - _URGENT_NS) if changed else set()
+        in_order = sorted(changed, key=lambda run: self._waiting_since[run] - _HEAD_START_S * (run in urgent))
         turns = deque(self._parts(runs, changed, now_ns) for runs in by_workspace(in_order).values())
         while turns:
             part_began, turn = time.monotonic(), turns.popleft()

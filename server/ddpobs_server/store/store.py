@@ -262,6 +262,7 @@ class Store:
     hellos = _reads(digest_queries.hellos)
     version = _reads(run_queries.version)
     going_on = _reads(run_queries.going_on)
+    urgent_runs = _reads(run_queries.urgent)
     count_runs = _reads(run_queries.count_runs)
     silent_runs_share = _reads(run_queries.silent_runs_share)
     silent_bytes_share = _reads(run_queries.silent_bytes_share)

@@ -18,16 +18,18 @@ from ddpobs_server.store.sums.stored_bins import OVER_RANKS
 from ddpobs_server.store.upkeep.turns import in_turns
 from ddpobs_server.web.run_faults import RunFaults
 from prometheus_client import CollectorRegistry
+from sqlalchemy import func, select
 
 from ddpobs import wire
-from tests.support.server.batches import ATTEMPT, batch, spans, steps
+from tests.support.server.batches import ATTEMPT, batch, pulse, spans, steps
 
 DAY_NS = 86_400 * 10**9
 OVER_NS = 1000 * 10**9
 
 
-def arrive(store: Store, run: str, day: float = 1e-6, count: int = 200, **fields: Any) -> None:
-    sent = batch("run", steps=steps(0, count), spans=spans(0, count), **fields)
+def arrive(store: Store, run: str, day: float = 1e-6, count: int = 200, seq: int = 0, **fields: Any) -> None:
+    first = seq * count
+    sent = batch("run", seq, steps=steps(first, count), spans=spans(first, count), **fields)
     arrived = msgspec.structs.replace(wire.decode(wire.encode(sent)), run=run)
     store.ingest([Arrival(arrived, b"", 1, int(day * DAY_NS))])
 
@@ -68,6 +70,49 @@ def test_a_workspaces_bins_wait_for_one_part_of_another_workspace(store: Store) 
     BinsInTurns(store, CollectorRegistry(), RunFaults()).run(OVER_NS, pause)
     assert bins(store, "few/run") == 4
     assert sum(bins(store, f"many/{number}") > 0 for number in range(5)) == 1
+
+
+_TROUBLES: dict[str, dict[str, Any]] = {
+    "failed": {"events": [wire.Event(kind="failed", at_ns=0)]},
+    "stuck": {"pulse": pulse("bucket", 60)},
+}
+
+
+@pytest.mark.parametrize("trouble", list(_TROUBLES))
+def test_a_run_that_just_failed_or_hung_is_first_of_its_workspace(store: Store, trouble: str) -> None:
+    for number in range(4):
+        arrive(store, f"run-{number}")
+    arrive(store, "a-last", **_TROUBLES[trouble])
+    arrive(store, "finished", events=[wire.Event(kind="goodbye", at_ns=0)])
+    assert store.urgent_runs(0) == {"a-last"}
+    BinsInTurns(store, CollectorRegistry(), RunFaults()).run(OVER_NS, lambda _: True)
+    assert [run for run, _ in store.runs_with_columns() if bins(store, run)] == ["a-last"]
+    assert store.urgent_runs(OVER_NS) == set()
+
+
+@pytest.mark.parametrize(("waited_s", "first"), [(500, "failed"), (700, "waiting")])
+def test_a_run_that_waited_for_long_is_before_one_that_just_failed(store: Store, waited_s: float, first: str) -> None:
+    arrive(store, "waiting")
+    arrive(store, "failed", **_TROUBLES["failed"])
+    in_rounds = BinsInTurns(store, CollectorRegistry(), RunFaults())
+    in_rounds._waiting_since["waiting"] = time.monotonic() - waited_s
+    in_rounds.run(OVER_NS, lambda _: True)
+    assert [run for run in ("failed", "waiting") if bins(store, run)] == [first]
+
+
+def test_small_chunks_of_a_run_that_failed_are_joined_first(store: Store) -> None:
+    for run in ("a", "b", "c"):
+        for seq in range(300):
+            trouble = _TROUBLES["failed"] if (run, seq) == ("c", 299) else {}
+            sent = batch(run, seq, steps=steps(seq * 20, 20), **trouble)
+            store.ingest([Arrival(sent, f"{run} {seq}".encode(), 1, DAY_NS)])
+    assert next(store.compact(0)) > 0
+    with store._engine.connect() as connection:
+        counts = {
+            run: connection.execute(select(func.count()).where(schema.chunks.c.run_id == run)).scalar_one()
+            for run in ("a", "b", "c")
+        }
+    assert counts["a"] == counts["b"] == 300 > counts["c"]
 
 
 def test_no_run_starves_while_others_change_and_the_lag_is_a_metric(store: Store) -> None:

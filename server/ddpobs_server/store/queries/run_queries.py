@@ -111,6 +111,16 @@ def going_on(connection: Connection, run_keys: Sequence[str]) -> set[str]:
     return set(connection.execute(select(_r.run_id).where(_r.run_id.in_(run_keys), running)).scalars())
 
 
+def urgent(connection: Connection, since_ns: int) -> set[str]:
+    """Runs with a batch since a time of which a source of the latest attempt failed, died or is stuck.
+
+    A person looks at them now, so that background work takes them first.
+    """
+    troubled = _s.ended.in_(endings.FAILURES) | ((_s.stuck_ns > 0) & (_s.ended == ""))
+    joined = select(_r.run_id).join(schema.sources, (_s.run_id == _r.run_id) & (_s.attempt == _r.attempt))
+    return set(connection.execute(joined.where(_r.last_seen_ns >= since_ns, troubled).distinct()).scalars())
+
+
 def count_runs(connection: Connection, workspace: str) -> int:
     """Number of runs in a workspace."""
     return connection.execute(select(func.count()).where(_r.workspace == workspace)).scalar_one()

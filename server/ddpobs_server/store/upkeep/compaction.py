@@ -15,6 +15,7 @@ from sqlalchemy import Engine, Row, bindparam, case, func, select
 
 from ddpobs import wire
 from ddpobs_server.store import chunks, schema
+from ddpobs_server.store.queries import run_queries
 from ddpobs_server.store.upkeep import turns
 from ddpobs_server.store.upkeep.removal import Guard, unguarded
 
@@ -23,7 +24,7 @@ _ROWS, _CHUNKS = 4096, 256
 
 
 def compact_active(engine: Engine, since_ns: int, guard: Guard = unguarded) -> Iterator[int]:
-    """Join the small chunks of the runs with a batch since then; workspaces take turns.
+    """Join the small chunks of the runs with a batch since then; workspaces take turns, urgent runs are first.
 
     Args:
         engine: Of the database.
@@ -36,7 +37,8 @@ def compact_active(engine: Engine, since_ns: int, guard: Guard = unguarded) -> I
     c = schema.runs.c
     with engine.connect() as connection:
         active = connection.execute(select(c.run_id).where(c.last_seen_ns >= since_ns)).scalars().all()
-    for run in turns.in_turns(active):
+        urgent = run_queries.urgent(connection, since_ns)
+    for run in turns.in_turns(sorted(active, key=lambda run: run not in urgent)):
         with guard(run):
             yield from compact(engine, run)
 
