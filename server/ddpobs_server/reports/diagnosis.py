@@ -145,7 +145,7 @@ class Diagnosis:
     def _account(self, run: str, attempt: str, sources: list[Source]) -> RunAccount:
         """Return the account of the attempt's training, if it is the latest of it, else of the attempt alone."""
         attempts = attempts_of_training(self._store.attempt_summaries(run), attempt)
-        if attempts[-1].attempt != attempt:
+        if attempts and attempts[-1].attempt != attempt:  # None are left of a run that is deleted meanwhile.
             attempts = [known for known in attempts if known.attempt == attempt]
         covered = attempts_within_limits(attempts, attempt)
         return account_of(launches_of(self._store, run, covered, {attempt: sources}))

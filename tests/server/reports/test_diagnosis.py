@@ -60,6 +60,19 @@ def test_the_evidence_has_the_latest_pulses_and_the_collectors_time(
     assert inputs[0].now_ns == 42
 
 
+def test_a_run_that_is_deleted_during_its_diagnosis_is_no_fault(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(store, 40)
+    sources = store.sources
+
+    def read_then_delete(run: str, attempt: str) -> Any:
+        rows = sources(run, attempt)
+        store.delete(run)
+        return rows
+
+    monkeypatch.setattr(store, "sources", read_then_delete)
+    assert Diagnosis(store).diagnose(RUN, ATTEMPT)["findings"] == []
+
+
 def test_a_diagnosis_of_a_long_run_uses_its_latest_steps(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpobs_server.reports.judged_steps.WHOLE_ROWS", 0)
     monkeypatch.setattr("ddpobs_server.reports.recent_steps.STEPS", 40)
