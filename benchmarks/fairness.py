@@ -109,7 +109,7 @@ def loud_client(tenant: Tenant, loud: Loud, number: int, active: Any, ended: Any
                     stack.enter_context(tenant.slow_readers(_READERS))
                 while active.is_set() and not ended.is_set():
                     with suppress(httpx.HTTPError):
-                        seq += tenant.put(client, msgspec.structs.replace(plain, seq=seq)).is_success
+                        seq += tenant.put(client, loads.later(plain, seq)).is_success
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from ddpobs import wire
@@ -76,6 +77,16 @@ def batch(load: Load, rank: int, seq: int) -> wire.Batch:
         spans=_spans(step, ready, launched, launched + comm),
         pulse=wire.Pulse(at_ns=time.monotonic_ns(), phase="backward", step=int(step[-1]), module=0, bucket=1),
     )
+
+
+def later(batch: wire.Batch, seq: int) -> wire.Batch:
+    """The same batch under another number, with the steps after those of `seq` such batches: a step is sent once."""
+    assert batch.steps is not None
+    assert batch.spans is not None
+    moved = seq * len(batch.steps)
+    steps = batch.steps.by_name() | {"step": batch.steps.step + moved, "collective": batch.steps.collective + moved}
+    spans = batch.spans.by_name() | {"step": batch.spans.step + moved}
+    return msgspec.structs.replace(batch, seq=seq, steps=wire.Steps(**steps), spans=wire.Spans(**spans))
 
 
 def _steps(step: wire.Ints, start: wire.Ints, backward: wire.Ints, random: np.random.Generator) -> wire.Steps:

@@ -172,7 +172,7 @@ def hostile_batches(tenant: Tenant, seq: int) -> list[wire.Batch]:
     """
     number = np.arange(50_000)
     unnamed = wire.Spans(
-        step=np.zeros(len(number), np.int64),
+        step=np.full(len(number), seq),
         module=number // 1000,
         revision=np.zeros(len(number), np.int64),
         bucket=number % 1000,

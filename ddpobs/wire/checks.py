@@ -40,8 +40,10 @@ def check(batch: Batch) -> None:
         _check_spans(batch.spans, batch.anchor)
     if batch.comms is not None:
         _check_comms(batch.comms, batch.anchor)
+    collective = UNKNOWN
     for index, peers in enumerate(batch.peers):
-        _check_peers(f"peers[{index}]", peers, batch.world_size)
+        _check_peers(f"peers[{index}]", peers, batch.world_size, collective)
+        collective = peers.last_collective
     if batch.hello is not None:
         check_facts("hello.settings", batch.hello.settings, SettingFacts)
     if batch.pulse is not None and not all(map(RANK_TEXT.fullmatch, batch.pulse.processes)):
@@ -81,6 +83,7 @@ _PHASE_ROWS = slice(Steps.names.index(_PHASES_NS[0]), Steps.names.index(_PHASES_
 
 def _check_steps(steps: Steps, anchor: Anchor) -> None:
     _check_bounds("steps", steps, _STEPS_BOUNDS, anchor)
+    _require("steps.step", np.diff(steps.step, prepend=UNKNOWN) > 0, "after the step before it")
     _require("steps.end_ns", steps.end_ns >= steps.start_ns, "not before start_ns")
     phases_ns = steps.table[_PHASE_ROWS].sum(axis=0)
     _require("steps.other_ns", phases_ns == steps.end_ns - steps.start_ns, "phases that add up to end_ns - start_ns")
@@ -100,7 +103,13 @@ def _check_comms(comms: Comms, anchor: Anchor) -> None:
     _require("comms.done_ns", comms.done_ns >= comms.launched_ns, "not before launched_ns")
 
 
-def _check_peers(field: str, peers: Peers, world_size: int) -> None:
+def _check_peers(field: str, peers: Peers, world_size: int, previous: int) -> None:
+    if peers.first_collective <= previous:
+        raise WireError(
+            f"{field}.first_collective", f"after {previous}, the last one before it", peers.first_collective
+        )
+    if peers.last_collective < peers.first_collective:
+        raise WireError(f"{field}.last_collective", "not before first_collective", peers.last_collective)
     rows = len(peers.rank)
     for name, limits in {**_PEERS_RANGES, "rank": Range(0, world_size - 1)}.items():
         column: Ints = getattr(peers, name)

@@ -113,6 +113,7 @@ sources = _source_table(
     Column("account", Text),
     _count("ended_ns"),
     Column("stuck_pulse", Text),
+    Index("ix_sources_rank", "run_id", "attempt", "rank"),
 )
 """The module `endings` defines `ended`, `ended_ns`, `stuck_ns` and `stuck_pulse`."""
 batches = _source_table(
@@ -120,8 +121,10 @@ batches = _source_table(
     _key("seq", BigInteger),
     Column("digest", LargeBinary(32), nullable=False),
     *_sums("received_ns", "size_bytes"),
+    *(Column(f"{end}_{name}", BigInteger) for name in ("step", "collective") for end in ("first", "last")),
     **_NARROW,
 )
+"""The module `sent_once` defines the first and last steps and collectives; null without any."""
 chunks = _source_table(
     "chunks",
     _key("kind", String),

@@ -155,7 +155,9 @@ def test_two_collectors_number_concurrent_attempts_in_order(postgresql: database
 
 def test_a_source_under_a_second_attempt_is_refused(store: Store) -> None:
     def ingest(*attempts: str) -> None:
-        payloads = [batch("run", seq, attempt=attempt * 16, steps=steps(0, 3)) for seq, attempt in enumerate(attempts)]
+        payloads = [
+            batch("run", seq, attempt=attempt * 16, steps=steps(3 * seq, 3)) for seq, attempt in enumerate(attempts)
+        ]
         store.ingest([Arrival(payload, bytes([payload.seq]) * 32, 100, 1) for payload in payloads])
 
     with pytest.raises(UnstorableBatchError, match="attempt, rank: expected those"):

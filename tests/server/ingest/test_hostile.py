@@ -35,9 +35,6 @@ ABSURD: dict[str, dict[str, Any]] = {
     "steps that last a month": {
         "steps": steps(0, 3000, start_ns=NONE, end_ns=LONGEST, **NO_PHASE | {"data_ns": LONGEST})
     },
-    "one step again and again": {
-        "steps": steps(0, 3000, step=NONE, start_ns=NONE, end_ns=LONGEST, **NO_PHASE | {"data_ns": LONGEST})
-    },
     "buckets that no layout has": {"layouts": [layout()], "spans": spans(0, 50, bucket=np.arange(100) + 9_900)},
     "spans that last two months": {"spans": spans(0, 1500, ready_ns=-LONGEST, launched_ns=-LONGEST, done_ns=LONGEST)},
     "counts without end": {"emitted": 2**48, "dropped": 2**48, "world_size": 16_384},

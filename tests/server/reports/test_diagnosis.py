@@ -97,7 +97,8 @@ def test_a_diagnosis_uses_fewer_steps_if_these_have_too_many_rows(
 def test_steps_with_too_many_rows_are_reported_in_missing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(store, 60, (Slow(1, "data", 60),))
     copies = select(store.steps(RUN, ATTEMPT, 0, 59, 59)[1], np.zeros(500, np.int64))
-    ingest(store, batch(0, 2, steps=copies))
+    later = wire.Steps(**copies.by_name() | {"step": 60 + np.arange(500)})
+    ingest(store, batch(0, 2, steps=later))
     monkeypatch.setattr("ddpobs_server.store.queries.column_queries._MAX_BYTES", 50_000)
     diagnosis = Reports(store).diagnostics(RUN, ATTEMPT)
     assert any(reason.startswith("steps: ") for reason in diagnosis["missing"])

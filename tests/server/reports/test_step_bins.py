@@ -288,7 +288,7 @@ def test_a_part_of_a_run_without_columns_is_judged_by_its_bins(store: Store) -> 
 
 def test_steps_far_apart_have_a_bin_each_and_no_others(store: Store) -> None:
     rank, steps = noisy(40, 2)
-    number = np.where(steps.step < 20, steps.step, wire.MAX_STEP - steps.step)
+    number = np.where(steps.step < 20, steps.step, wire.MAX_STEP - 39 + steps.step)
     far = wire.Steps(**steps.by_name() | {"step": number})
     send(store, rank, far)
     attempt = AttemptBins(store, RUN, ATTEMPT)
@@ -304,10 +304,10 @@ def test_steps_far_apart_have_a_bin_each_and_no_others(store: Store) -> None:
 
 def test_a_late_step_makes_the_bins_of_every_level_anew(store: Store) -> None:
     rank, steps = noisy(1200, 2)
-    late = (rank == 1) & (steps.step == 70)
+    late = (rank == 1) & (steps.step == 2 * PER_BATCH)
     send(store, rank[~late], steps.select(~late))
     update(store)
-    arrive(store, 1, batch(RUN, seq=2 * 10**6, rank=1, steps=steps.select(late)))
+    arrive(store, 1, batch(RUN, seq=2 * PER_BATCH, rank=1, steps=steps.select(late)))
     assert update(store) == 4
     for level in range(4):
         rows = AttemptBins(store, RUN, ATTEMPT).read(level, (0, 10**6), Shown())

@@ -23,7 +23,22 @@ from tests.support.server.migration import at_revision, insert
 
 pytestmark = pytest.mark.wide
 
-EARLIER = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010", "0011", "0012", "0013")
+EARLIER = (
+    "0001",
+    "0002",
+    "0003",
+    "0004",
+    "0005",
+    "0006",
+    "0007",
+    "0008",
+    "0009",
+    "0010",
+    "0011",
+    "0012",
+    "0013",
+    "0014",
+)
 """Earlier revisions of the schema that an existing database may have."""
 
 

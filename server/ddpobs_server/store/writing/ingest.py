@@ -25,7 +25,7 @@ from ddpobs import wire
 from ddpobs_server.store import chunks, endings, schema
 from ddpobs_server.store.database.sql import compiled, execute_many, insert_many
 from ddpobs_server.store.sums import bucket_sums, rollups, stored_bins
-from ddpobs_server.store.writing import deleted_attempts, ingest_sql, records
+from ddpobs_server.store.writing import deleted_attempts, ingest_sql, records, sent_once
 
 _MERGED = ("steps", "comms")
 """Kinds of which all batches of a transaction share a chunk."""
@@ -136,6 +136,7 @@ def _batch_row(arrival: Arrival) -> dict[str, Any]:
         "digest": arrival.digest,
         "received_ns": arrival.received_ns,
         "size_bytes": arrival.size_bytes,
+        **sent_once.extents(arrival.batch),
     }
 
 
@@ -169,6 +170,8 @@ def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Seq
                 latest = attempt
         if latest != stored:
             connection.execute(update(schema.runs).where(schema.runs.c.run_id == run).values(attempt=latest))
+        if (problem := sent_once.problem(connection, run, [arrival.batch for arrival in batches])) is not None:
+            raise UnstorableBatchError(problem)
 
 
 def _touch_and_lock_run(connection: Connection, run: str, batches: Sequence[Arrival], size_bytes: int) -> None:
