@@ -19,8 +19,11 @@ from ddpobs.wire.text import clean_token
 _DAYS = 36_500
 """A century: times are stored as 64-bit nanoseconds."""
 _PREFIX = "DDPOBS_SERVER_"
-_SECRETS = ("password", "sslpassword")
-"""Secrets that libpq also accepts in a URL's query."""
+_PRINTED = (
+    *("host", "hostaddr", "port", "user", "dbname", "service", "connect_timeout", "application_name"),
+    *("target_session_attrs", "sslmode", "sslrootcert", "sslcert", "sslkey"),
+)
+"""Options of libpq that are printed. Any other may be a password, also a misspelled one."""
 _DRIVERS = ("sqlite", "postgresql+psycopg")
 
 
@@ -250,8 +253,9 @@ def sqlite_file(database_url: str) -> Path | None:
 
 
 def printable_url(database_url: str) -> str:
-    """URL without passwords, and with the absolute path of SQLite's file."""
-    url, file = make_url(database_url).difference_update_query(_SECRETS), sqlite_file(database_url)
+    """URL without passwords and unknown options, and with the absolute path of SQLite's file."""
+    url, file = make_url(database_url), sqlite_file(database_url)
+    url = url.difference_update_query([name for name in url.query if name not in _PRINTED])
     return (url if file is None else url.set(database=str(file))).render_as_string()
 
 

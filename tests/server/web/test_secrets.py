@@ -200,9 +200,33 @@ def test_a_password_with_an_unescaped_at_sign_is_refused_without_a_part_of_it(ur
     assert not any(part in done.output for part in ("s3", "cret"))
 
 
-def test_a_printed_url_has_no_password() -> None:
-    printed = printable_url("postgresql+psycopg://me:s3%40cret@host/ddpobs?password=s3cret&sslmode=require")
+@pytest.mark.parametrize("option", ["password", "sslpassword", "passwort", "PASSWORD", "pass word"])
+def test_a_printed_url_has_no_password_under_any_name(option: str) -> None:
+    printed = printable_url(f"postgresql+psycopg://me:s3%40cret@host/ddpobs?{option}=s3cret&sslmode=require")
     assert printed == "postgresql+psycopg://me:***@host/ddpobs?sslmode=require"
+
+
+@pytest.mark.parametrize("url", ["me:s3cret@127.0.0.1:1/db", "127.0.0.1:1/db?passwort=s3cret", "x:s3cret@:port/db"])
+@pytest.mark.parametrize("command", ["check", "backup b", "restore b", "token list", "workspace list", "distribute"])
+def test_no_command_prints_a_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, url: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, [*command.split(), "--database-url", f"postgresql+psycopg://{url}"])
+    assert done.exit_code > 0
+    assert done.output.strip()
+    assert "s3cret" not in done.output + str(done.exception)
+
+
+@pytest.mark.parametrize("name", ["TOKEN", "DATABASE_URL", "KEEP_GB"])
+def test_a_refused_setting_is_reported_without_the_secrets_beside_it(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    values = {"TOKEN": "s3cret-of-good-length", "DATABASE_URL": "postgresql+psycopg://me:s3cret@host/db"}
+    for variable, value in (values | {name: "s3cret with spaces"}).items():
+        monkeypatch.setenv(f"DDPOBS_SERVER_{variable}", value)
+    done = CliRunner().invoke(cli, ["check"])
+    assert done.exit_code == 2
+    assert name.lower() in done.output
+    assert "s3cret" not in done.output
 
 
 def test_a_backup_of_postgresql_prints_no_password(tmp_path: Path) -> None:
