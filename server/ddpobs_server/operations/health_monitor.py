@@ -12,7 +12,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Gauge, Histogram, ProcessCollector
 
 import ddpobs
-from ddpobs_server.store import LostDatabaseError, Store, UnavailableError
+from ddpobs_server.store import LostDatabaseError, OtherSchemaError, Store, UnavailableError
 
 _log = logging.getLogger(__name__)
 _PERIOD_S = 5.0
@@ -113,6 +113,9 @@ class HealthMonitor:
             self._problem = None
         except LostDatabaseError as error:
             self._problem = "the database's file was removed, replaced or damaged"
+            _log.error("nothing is stored: %s", error)
+        except OtherSchemaError as error:
+            self._problem = "another version changed the database's schema"
             _log.error("nothing is stored: %s", error)
         except UnavailableError as error:
             self._problem = _FULL if error.full else f"the database does not accept a batch: {type(error).__name__}"

@@ -5,7 +5,12 @@ Every query covers a single run, or joins and sums each of several runs by its `
 
 from __future__ import annotations
 
-from ddpobs_server.store.database.database_errors import LostDatabaseError, UnavailableError, UnusableError
+from ddpobs_server.store.database.database_errors import (
+    LostDatabaseError,
+    OtherSchemaError,
+    UnavailableError,
+    UnusableError,
+)
 from ddpobs_server.store.queries.column_queries import TooManyRowsError
 from ddpobs_server.store.rows import (
     Aggregates,
@@ -35,6 +40,7 @@ __all__ = [
     "DeletedRunError",
     "LayoutOutline",
     "LostDatabaseError",
+    "OtherSchemaError",
     "Outcome",
     "PeerTotal",
     "Rollup",

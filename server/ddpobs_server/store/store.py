@@ -122,11 +122,13 @@ class Store:
         Raises:
             UnavailableError: Too little space is free, or the database is unreachable.
             LostDatabaseError: The database's file was removed or replaced, or is damaged.
+            OtherSchemaError: Another version changed the schema.
             UnstorableBatchError: A batch can never be stored.
         """
         self._check_acceptance()
         try:
             with self._engine.begin() as connection:
+                migration.wait_for_migration(connection)
                 outcomes = ingest.write(connection, arrivals)
         except (DataError, OverflowError) as error:
             detail = f"a value is beyond the database's range: {str(error).partition(chr(10))[0]}"
@@ -140,10 +142,12 @@ class Store:
 
         Raises:
             LostDatabaseError: The database's file was removed or replaced, or is damaged.
-            UnavailableError: The database is unreachable or full.
+            UnavailableError: The database is unreachable or full, or another version changed its schema.
             SQLAlchemyError: Tables or rights are missing.
         """
         self._check_acceptance()
+        with self._engine.connect() as connection:
+            migration.check(connection)
         if time.monotonic() - self._stored_at < _PROBE_S:
             return  # The latest commit is a better proof, and a probe would wait for the writer.
         with self._engine.connect() as connection:

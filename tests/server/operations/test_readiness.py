@@ -32,6 +32,13 @@ def _drop_table(database: Path) -> None:
     connection.close()
 
 
+def _upgrade(database: Path) -> None:
+    """As a collector of a newer version that starts on this database."""
+    with sqlite3.connect(database, timeout=patience.HANG_S) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    connection.close()
+
+
 def _nothing(_: Path) -> None:
     """The setting is the reason."""
 
@@ -39,6 +46,7 @@ def _nothing(_: Path) -> None:
 REASONS: dict[str, tuple[Callable[[Path], None], dict[str, Any], int]] = {
     "removed file": (_remove_file, {}, 503),
     "missing table": (_drop_table, {}, 500),
+    "newer schema": (_upgrade, {}, 503),
     "too little space": (_nothing, {"keep_free_mb": ABOVE_ALL_DISKS_MB}, 507),
 }
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sqlite3
+import subprocess
+import sys
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +15,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from alembic.operations import Operations
-from ddpobs_server.store import Arrival, BucketRollup, Outcome, Store, schema
-from ddpobs_server.store.database import engine
-from sqlalchemy import create_engine, select, text
+from ddpobs_server.store import Arrival, BucketRollup, OtherSchemaError, Outcome, Store, schema
+from ddpobs_server.store.database import engine, migration
+from sqlalchemy import create_engine, func, select, text
 
+from benchmarks.rig import patience
 from benchmarks.rig.databases import Fresh
 from ddpobs import wire
 from tests.support.server.batches import ATTEMPT, batch, fingerprint, source_of, spans
@@ -95,6 +99,48 @@ def test_an_interrupted_upgrade_leaves_the_schema_unchanged(
     store.migrate()
     assert [run.run for run in store.runs(10)] == ["old"]
     store.close()
+
+
+_KILLED = """
+import os, signal, sys
+from alembic.operations import Operations
+from ddpobs_server.store import Store
+Operations.drop_table = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+Store(sys.argv[1]).migrate()
+"""
+
+
+def test_a_kill_during_an_upgrade_leaves_the_earlier_schema(fresh: Fresh, tmp_path: Path) -> None:
+    url = fresh(tmp_path)
+    at_revision(url, "0004")
+    # Revision 0005 drops a table after it has converted the rows.
+    done = subprocess.run([sys.executable, "-c", _KILLED, url], check=False, timeout=patience.HANG_S)
+    assert done.returncode == -signal.SIGKILL
+    store = Store(url)
+    assert store.revisions()[0] == "0004"
+    store.migrate()
+    assert store.bucket_rollups("old", ATTEMPT, 100)[0][0].comm_ns == 2**41
+    store.close()
+
+
+def test_an_older_collector_stores_nothing_in_a_newer_schema(fresh: Fresh, tmp_path: Path) -> None:
+    url = fresh(tmp_path)
+    older = Store(url)
+    older.migrate()
+    newer = create_engine(url)
+    with ThreadPoolExecutor(1) as pool:
+        with newer.begin() as connection:
+            if newer.dialect.name == "postgresql":
+                connection.execute(select(func.pg_advisory_xact_lock(migration._LOCK)))
+            connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+            sent = pool.submit(older.ingest, [Arrival(batch("run"), bytes(32), 1, 1)])
+            with pytest.raises(TimeoutError):
+                sent.result(0.5)
+        with pytest.raises(OtherSchemaError, match="to 9999: stop this collector and upgrade it"):
+            sent.result(patience.HANG_S)
+    assert older.runs(10) == []
+    newer.dispose()
+    older.close()
 
 
 @pytest.mark.parametrize("revision", EARLIER)

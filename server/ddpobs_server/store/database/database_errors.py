@@ -67,6 +67,16 @@ class LostDatabaseError(UnavailableError):
         super().__init__(reason, full=False)
 
 
+class OtherSchemaError(UnavailableError):
+    """Another version changed the schema while this one ran. The message has both revisions and the remedy."""
+
+    def __init__(self, current: str | None, own: str | None) -> None:
+        super().__init__(
+            f"another version changed the schema from {own} to {current}: stop this collector and upgrade it",
+            full=False,
+        )
+
+
 class UnusableError(Exception):
     """This version cannot use the database as it is; the message has the reason and the remedy."""
 

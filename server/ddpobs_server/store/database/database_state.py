@@ -1,6 +1,7 @@
-"""The condition of the database under a running collector: its files are in place, and its pages are undamaged.
+"""The condition of the database under a running collector: files in place, undamaged pages, this version's schema.
 
-Commits that go to a removed or replaced file are lost at the next start. A damaged database may lose any of them.
+Commits that go to a removed or replaced file are lost at the next start. A damaged database may lose any of them. What
+an older version writes into a newer schema may be wrong.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, event
+from sqlalchemy import Connection, Engine, event
 from sqlalchemy.engine import ExceptionContext
 
-from ddpobs_server.store.database import database_errors
+from ddpobs_server.store.database import database_errors, migration
 from ddpobs_server.store.database.database_errors import LostDatabaseError
 
 _SUFFIXES = ("", "-wal", "-shm")
@@ -21,7 +22,7 @@ _Identity = tuple[int, int]
 
 
 class DatabaseState:
-    """Refuses commits of an engine if its files were removed or replaced, or if its pages are damaged.
+    """Refuses commits of an engine after its files were removed or replaced, its pages damaged, or its schema changed.
 
     Args:
         engine: Its connections are observed from now on.
@@ -33,7 +34,7 @@ class DatabaseState:
         self._opened: dict[Path, _Identity] = {}
         self._damage: str | None = None
         event.listen(engine, "handle_error", self._note_damage)
-        event.listen(engine, "commit", lambda _connection: self.check())
+        event.listen(engine, "commit", self._check_commit)
         if self._paths:
             event.listen(engine, "connect", self._record_files)
 
@@ -53,6 +54,10 @@ class DatabaseState:
                     f"{path} was {change} while the collector had it open: restart the collector, or move the "
                     "original file back"
                 )
+
+    def _check_commit(self, connection: Connection) -> None:
+        self.check()
+        migration.check(connection)
 
     def _record_files(self, _connection: Any, _record: object) -> None:
         """Record the files of the first connection; a later connection must open the same files.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from pathlib import Path
 
 from alembic import command
@@ -11,12 +12,12 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, func, inspect, select
 
-from ddpobs_server.store.database.database_errors import UnusableError
+from ddpobs_server.store.database.database_errors import OtherSchemaError, UnusableError
 
 _log = logging.getLogger(__name__)
 _MIGRATIONS = Path(__file__).parents[1] / "migrations"
 _LOCK = 0xDD90B5
-"""Advisory lock held during the migration of a PostgreSQL database."""
+"""Advisory lock of a PostgreSQL database: a migration holds it alone, transactions with batches share it."""
 _INCREMENTAL = 2
 
 
@@ -53,7 +54,33 @@ def revisions(engine: Engine) -> tuple[str | None, str | None]:
     """
     with engine.connect() as connection:
         current = _revision(connection)
-    return current, ScriptDirectory.from_config(_alembic()).get_current_head()
+    return current, _head()
+
+
+def wait_for_migration(connection: Connection) -> None:
+    """Wait until no migration runs, and let none begin before the end of the transaction.
+
+    A migration would convert the sums that it sees, and then remove those of this transaction with their table. SQLite
+    has one writer.
+    """
+    if connection.dialect.name == "postgresql":
+        connection.execute(select(func.pg_advisory_xact_lock_shared(_LOCK)))
+
+
+def check(connection: Connection) -> None:
+    """Check that the schema is this version's: an older version must not write into a newer schema.
+
+    Raises:
+        OtherSchemaError: Another version changed it.
+    """
+    current = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
+    if current != _head():
+        raise OtherSchemaError(current, _head())
+
+
+@cache
+def _head() -> str | None:
+    return ScriptDirectory.from_config(_alembic()).get_current_head()
 
 
 def _revision(connection: Connection) -> str | None:
