@@ -125,7 +125,7 @@ CASES = {
     "two-threads": Case(
         "two-threads",
         "mismatch",
-        "each rank waits for the others in barrier*; {all} also in all_reduce in thread writer",
+        "each rank waits for the others in barrier*; {all} also in all_reduce of the default group in thread writer",
         ranks=None,
     ),
     "cut-link": Case(

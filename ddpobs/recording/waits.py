@@ -9,6 +9,7 @@ from time import monotonic_ns
 from typing import NamedTuple
 
 import torch
+from torch.distributed import ProcessGroup
 
 from ddpobs.clocks import Clock, Stamp
 from ddpobs.never_raises import never_raises
@@ -16,7 +17,7 @@ from ddpobs.recording.entries import Entries
 from ddpobs.recording.training_thread import TrainingThread
 from ddpobs.steps.account import StartUpWaits
 from ddpobs.steps.step_tracker import StepTracker
-from ddpobs.torch_seam.collectives import message_kind
+from ddpobs.torch_seam.collectives import group_text, message_kind
 from ddpobs.wire import COMM_KINDS
 
 _USER = COMM_KINDS.index("user")
@@ -64,7 +65,7 @@ class Waits:
         self._looked_elements = 0
         self.last_collective = ""
         self._called_elsewhere: dict[int, str] = {}
-        """Name of the collective that each other thread called last, by its identifier."""
+        """Name and group of the collective that each other thread called last, by its identifier."""
         self._waits_elsewhere: dict[int, str] = {}
         """The same of the threads that wait for theirs."""
 
@@ -77,7 +78,7 @@ class Waits:
 
     @property
     def elsewhere(self) -> list[str]:
-        """Waits of other threads for collectives, such as `all_reduce in thread writer`."""
+        """Waits of other threads for collectives, such as `all_reduce of the default group in thread writer`."""
         waits = dict(self._waits_elsewhere)
         names = {thread.ident: thread.name for thread in enumerate_threads()} if waits else {}
         return sorted(f"{name} in thread {names.get(ident, ident)}" for ident, name in waits.items())
@@ -86,10 +87,10 @@ class Waits:
         """Communication other than a gradient bucket ended in the open step."""
         self._entries.record(StepTracker.comm_ended, 0, module, kind, launched, done)
 
-    def collective_began(self, name: str) -> None:
-        """A collective of user code was called."""
+    def collective_began(self, name: str, group: ProcessGroup) -> None:
+        """A collective of user code was called on a group."""
         if self._is_elsewhere():
-            self._called_elsewhere[get_ident()] = name
+            self._called_elsewhere[get_ident()] = f"{name} of {group_text(group)}"
             return
         self.collectives += 1
         self.last_collective = name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -123,6 +124,18 @@ def value_of(future: Any) -> Any:
 def name_of(group: dist.ProcessGroup) -> str:
     """The group's name, the same on every rank; a group that is written in Python has no name of its own."""
     return str(dist.distributed_c10d._get_process_group_name(group))
+
+
+def group_text(group: dist.ProcessGroup) -> str:
+    """A group in words: `the default group`, `group tensor of 4 ranks`."""
+    with suppress(Exception):  # A group that torch did not make, or a version without descriptions.
+        name = str(group.group_desc)
+        if name == "default_pg":
+            return "the default group"
+        if name in {"", "undefined"}:
+            name = name_of(group)
+        return f"group {name} of {group.size()} ranks"
+    return "a group"
 
 
 def ranks_of(group: dist.ProcessGroup) -> list[int]:

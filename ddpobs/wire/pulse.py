@@ -139,8 +139,8 @@ class Pulse(Record, frozen=True, kw_only=True):
         patience_ns: Time without progress after which the rank counts as stuck.
         activity: `bucket` and `collective` are waits for the other ranks; empty where it was not determined.
         waits_in: Name of the collective, such as `all_reduce` or `barrier`, where the activity is `collective`.
-        other_waits: Waits of other threads for collectives, such as `all_reduce in thread writer`; none from older
-            clients.
+        other_waits: Waits of other threads for collectives, such as `all_reduce of the default group in thread
+            writer`; none from older clients.
         synchronised: Number of synchronised backward passes that this rank has begun; `UNKNOWN` from older clients.
         collectives: Number of collectives that user code has started; `UNKNOWN` from older clients.
         buffer_broadcasts: Number of broadcasts of DDP modules' buffers that this rank has begun; `UNKNOWN` from older

@@ -109,13 +109,19 @@ def test_ranks_of_one_host_are_never_sent_to_the_network() -> None:
 
 
 def test_collectives_of_other_threads_are_named_beside_the_training_threads() -> None:
-    threads: dict[str, Any] = {"waits_in": "barrier", "collectives": 1, "other_waits": ["all_reduce in thread writer"]}
+    threads: dict[str, Any] = {
+        "waits_in": "barrier",
+        "collectives": 1,
+        "other_waits": ["all_reduce of the default group in thread writer"],
+    }
     for rank in range(2):
         hang = verdict(*(state(each, "collective", **threads) for each in range(rank + 1)), bucket(2, synchronised=12))
         assert hang.kind == "mismatch"
     hang = verdict(state(0, "collective", **threads), state(1, "collective", **threads))
     assert (hang.kind, hang.ranks) == ("mismatch", [0, 1])
-    assert hang.cause.endswith("in barrier after step 12; ranks 0 and 1 also in all_reduce in thread writer")
+    assert hang.cause.endswith(
+        "in barrier after step 12; ranks 0 and 1 also in all_reduce of the default group in thread writer"
+    )
     assert "a process group of its own" in hang.remedy
 
 

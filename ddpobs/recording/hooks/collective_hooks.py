@@ -130,7 +130,7 @@ class CollectiveHooks:
         waits, timed = self._waits, self._timed(original)
 
         def monitored_barrier(*args: Any, **kwargs: Any) -> Any:
-            waits.collective_began("monitored_barrier")
+            waits.collective_began("monitored_barrier", args[0])
             return timed(*args, **kwargs)
 
         return monitored_barrier
@@ -169,7 +169,7 @@ class CollectiveHooks:
         reduces = original.__name__ in _ALL_REDUCES
 
         def timed(group: Any, *args: Any, **kwargs: Any) -> Any:
-            waits.collective_began(name)
+            waits.collective_began(name, group)
             elements = _elements(args)
             waits.collective_elements += elements
             if reduces and group.size() == dist.get_world_size():
