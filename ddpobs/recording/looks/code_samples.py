@@ -1,6 +1,6 @@
 """Looks at the training thread's code inside of steps, on the telemetry thread: where its time in no call goes.
 
-The first looks follow each other at 0.05 s, later ones come with the pulses, thirty a minute. Each stands for the time
+The first looks follow each other at 0.05 s, later ones at 0.25 s. Each stands for the time
 since the look before it, so that the first seconds of a run weigh no more than others. A look costs 30 µs. It
 counts once a training forward has followed without an evaluation or a checkpoint: then it was inside of a step. The
 mode of the modules alone is no evaluation: a policy that acts, or a model that generates, does so in evaluation mode.
@@ -29,11 +29,11 @@ from ddpobs.recording.place.place_file import Slot
 from ddpobs.recording.probes.loop_frames import asks_iterator, called_name
 from ddpobs.steps.raw_step import DATA, OTHER
 
-FIRST_LOOKS_S = 0.05
-"""Seconds between the first looks."""
+FIRST_LOOKS_S, LATER_LOOKS_S = 0.05, 0.25
+"""Seconds between the first looks, and between all others."""
 _FIRST_LOOKS = 64
 _MAX_LOOKS = 512
-"""Maximum number of looks that count: those of a quarter of an hour."""
+"""Maximum number of looks that count: those of two minutes."""
 _MAX_OPEN = 64
 """Maximum number of looks kept while no forward follows."""
 _JUDGED_LOOKS, _MIN_LOOKS = 64, 8

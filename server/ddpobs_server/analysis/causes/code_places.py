@@ -12,6 +12,8 @@ from ddpobs import wire
 
 MIN_LOOKS = 8
 """Minimum number of looks in a phase from which its places are judged."""
+_NORMAL_95 = 1.645
+"""Quantile of the standard normal distribution at 95 %."""
 COPIES = frozenset({"to", "cuda", "copy_", "pin_memory"})
 """Functions that copy or convert tensors."""
 
@@ -71,6 +73,15 @@ class Places:
         """Standard error of the share, as a part of it: that of a binomial proportion."""
         share = self.share(place)
         return sqrt(share * (1 - share) / max(1.0, self.effective)) / share
+
+    def least_share(self, place: Place) -> float:
+        """Share of the phase's time at a place of which the looks make 95 % sure: the lower bound of a proportion.
+
+        Source: E. B. Wilson, Journal of the American Statistical Association 22 (1927).
+        """
+        share, count, square = self.share(place), max(1.0, self.effective), _NORMAL_95**2
+        spread = sqrt(square * share * (1 - share) / count + square**2 / (4 * count**2))
+        return (share + square / (2 * count) - spread) / (1 + square / count)
 
     @property
     def copy_share(self) -> float:

@@ -89,16 +89,16 @@ def _remedy(locations: Places) -> str:
 
 
 def _gain(locations: Places, share: float, step_ns: float, waits_ns: float) -> Gain | None:
-    """Return the time at the place with the most of it, with the standard error of its share of the looks.
+    """Return the time of which the looks make 95 % sure that the place with the most of it has it.
 
-    Time without a processor is not the place's own, and less of it is not known to be saved.
-    The looks are taken as independent draws.
+    So the gain does not exceed the time at that place. Its error is the standard error of the place's share. Time
+    without a processor is not the place's own, and less of it is not known to be saved.
     """
     if not locations.is_judged:
         return None
     location = locations.largest
     if not location.text:
         return None
-    saved_ns = share * locations.share(location) * step_ns - waits_ns
+    saved_ns = share * locations.least_share(location) * step_ns - waits_ns
     error = round(locations.error_ratio(location), 4)
     return Gain(round(saved_ns), round(saved_ns / step_ns, 4), error) if saved_ns > 0 else None
