@@ -103,13 +103,25 @@ def test_a_window_of_collectives_counts_once(store: Store) -> None:
 
 def test_a_second_process_of_a_rank_is_refused(store: Store) -> None:
     store.ingest([arrival(0, 0)])
-    assert_refused(store, arrival(0, 0, source=_OTHER), f"^source: expected {0:016x}, which sends rank 0 .* {_OTHER}")
+    assert_refused(
+        store, arrival(0, 0, source=_OTHER), f"^source: expected {0:016x}, which sends the steps of rank 0 .* {_OTHER}"
+    )
     assert_refused(store, arrival(0, 90, source=_OTHER), "a rank of an attempt is one process")
     store.ingest([arrival(0, 0, source=_OTHER, attempt="b" * 16)])
-    with pytest.raises(UnstorableBatchError, match="which sends rank 1"):
+    with pytest.raises(UnstorableBatchError, match="which sends the steps of rank 1"):
         store.ingest([arrival(0, 0, rank=1), arrival(0, 0, rank=1, source="e" * 16)])
     store.ingest([arrival(0, 0, rank=1)])
     assert [source.source for source in store.sources("run", ATTEMPT)] == [f"{0:016x}", f"{1:016x}"]
+
+
+def test_a_process_without_steps_may_have_the_rank_of_another(store: Store) -> None:
+    """One that failed at its start, under the same launch."""
+    failed = [wire.Event(kind="failed", at_ns=0)]
+    for source in (_OTHER, "e" * 16):
+        store.ingest([arrival(0, events=failed, source=source)])
+    store.ingest([arrival(0, 0), arrival(1, events=failed, source=_OTHER)])
+    store.ingest([arrival(0, events=failed, source="d" * 16)])
+    assert_refused(store, arrival(2, 0, source=_OTHER), "a rank of an attempt is one process")
 
 
 @pytest.mark.parametrize("numbers", [[0, 1, 1], [2, 1, 3]])

@@ -9,7 +9,7 @@ A look-up passes over the batches without steps beside it, such as those of a ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,8 @@ from ddpobs_server.store import schema
 
 _KINDS = (("step", "steps"), ("collective", "peers"))
 """What is sent once: its name in the columns of `schema.batches`, and the field of a batch that has it."""
+_Sent = tuple[wire.Batch, dict[str, int | None]]
+"""A batch with steps or collectives, and its extents."""
 
 
 def extents(batch: wire.Batch) -> dict[str, int | None]:
@@ -42,13 +44,14 @@ def problem(connection: Connection, run: str, batches: Sequence[wire.Batch]) -> 
         run: The run.
         batches: New batches.
     """
-    return _repeat(connection, run, batches) or _second_source(connection, run, batches)
+    extended = [(batch, extents(batch)) for batch in batches]
+    sent = [(batch, extent) for batch, extent in extended if any(value is not None for value in extent.values())]
+    return _repeat(connection, run, sent) or _second_source(connection, run, sent)
 
 
-def _repeat(connection: Connection, run: str, batches: Sequence[wire.Batch]) -> str | None:
+def _repeat(connection: Connection, run: str, sent: Sequence[_Sent]) -> str | None:
     for name, field in _KINDS:
-        own = [(batch, extents(batch)) for batch in batches]
-        own = [(batch, extent) for batch, extent in own if extent[f"first_{name}"] is not None]
+        own = [(batch, extent) for batch, extent in sent if extent[f"first_{name}"] is not None]
         if not own:
             continue
         values: dict[str, Any] = {"run": run}
@@ -65,26 +68,35 @@ def _repeat(connection: Connection, run: str, batches: Sequence[wire.Batch]) -> 
     return None
 
 
-def _second_source(connection: Connection, run: str, batches: Iterable[wire.Batch]) -> str | None:
+def _second_source(connection: Connection, run: str, sent: Sequence[_Sent]) -> str | None:
     c = schema.sources.c
-    sources = {batch.source: (batch.attempt, batch.rank) for batch in batches}
-    stored = connection.execute(select(c.source).where(c.run_id == run, c.source.in_(list(sources)))).scalars()
-    for source in stored:
-        del sources[source]
-    owners: dict[tuple[str, int], str] = {}
-    for attempt in sorted({attempt for attempt, _ in sources.values()}):
-        ranks = [rank for own, rank in sources.values() if own == attempt]
-        rows = connection.execute(
-            select(c.rank, c.source).where(c.run_id == run, c.attempt == attempt, c.rank.in_(ranks))
-        )
-        owners |= {(attempt, rank): source for rank, source in rows}
-    for source, key in sources.items():
-        if (owner := owners.setdefault(key, source)) != source:
-            return (
-                f"source: expected {owner}, which sends rank {key[1]} of this attempt, got {source}: a rank of an "
-                "attempt is one process"
-            )
+    sources: dict[tuple[str, int], str] = {}
+    for batch, _ in sent:
+        if (other := sources.setdefault((batch.attempt, batch.rank), batch.source)) != batch.source:
+            return _of_two(other, batch.source, batch.rank)
+    for attempt in sorted({attempt for attempt, _ in sources}):
+        ranks = [rank for own, rank in sources if own == attempt]
+        of_ranks = select(c.rank, c.source).where(c.run_id == run, c.attempt == attempt, c.rank.in_(ranks))
+        for rank, other in connection.execute(of_ranks).all():
+            own = sources[attempt, rank]
+            if other != own and _has_sent(connection, run, other):
+                return _of_two(other, own, rank)
     return None
+
+
+def _has_sent(connection: Connection, run: str, source: str) -> bool:
+    """Whether a source has sent steps or collectives; a process that failed at its start has not."""
+    c = schema.batches.c
+    has_any = c.first_step.is_not(None) | c.first_collective.is_not(None)
+    query = select(c.seq).where(c.run_id == run, c.source == source, has_any).limit(1)
+    return connection.execute(query).first() is not None
+
+
+def _of_two(first: str, second: str, rank: int) -> str:
+    return (
+        f"source: expected {first}, which sends the steps of rank {rank} of this attempt, got {second}: a rank of an "
+        "attempt is one process"
+    )
 
 
 @cache
