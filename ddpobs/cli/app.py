@@ -14,6 +14,8 @@ from dataclasses import replace
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
+from typing_extensions import override
 
 from ddpobs import __version__
 from ddpobs.client.reader import Reply, read
@@ -26,10 +28,37 @@ FAILED, WRONG_USE, BAD_STATE = 1, 2, 3
 _COMPLETIONS = "200"
 _COMPLETION_S = 1.0
 _COLOURS = {"critical": "red", "warning": "yellow", "info": "cyan"} | STATE_COLOURS
+TRAIN, LOOK, SAVE = "Train", "Look at a run", "Save and send"
+"""Groups of commands in the help."""
+_EXAMPLES = """
+**Examples**
+
+$ ddpobs run -- torchrun --nproc-per-node 8 train.py
+
+$ ddpobs report                     # the findings of the newest run
+
+$ ddpobs compare before after --fail-over 3%
+"""
+
+
+class _InOrderOfUse(TyperGroup):
+    """The commands in the order in which a user meets them; those that it does not name come last."""
+
+    _ORDER = ("run", "horovodrun", "list", "report", "watch", "open", "stacks", "compare", "trace", "export")
+
+    @override
+    def list_commands(self, ctx: Any) -> list[str]:
+        names = super().list_commands(ctx)
+        return sorted(names, key=lambda name: self._ORDER.index(name) if name in self._ORDER else len(self._ORDER))
+
+
 main = typer.Typer(
+    cls=_InOrderOfUse,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Run a training with telemetry, send a spool, and read the collector's responses.",
+    rich_markup_mode="markdown",
+    help="Run a training with telemetry, and read what the collector found.",
+    epilog=_EXAMPLES,
 )
 
 

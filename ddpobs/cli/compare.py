@@ -8,6 +8,7 @@ import typer
 
 from ddpobs.cli.app import (
     BAD_STATE,
+    LOOK,
     WRONG_USE,
     CollectorOption,
     ask,
@@ -29,7 +30,7 @@ _SEVERITIES = {"slower": "critical", "faster": "finished", "too-few": "warning"}
 """Verdict of the step, and the severity or state whose colour it has."""
 
 
-@main.command()
+@main.command(rich_help_panel=LOOK, short_help="Compare two runs; a limit for CI.")
 def compare(
     run_a: Annotated[str, typer.Argument(metavar="A", help="Run to compare with.", autocompletion=complete_run)],
     run_b: Annotated[

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ddpobs.cli.app import FAILED, CollectorOption, RunArgument, ask, chosen_run, fail, main, settings
+from ddpobs.cli.app import FAILED, SAVE, CollectorOption, RunArgument, ask, chosen_run, fail, main, settings
 from ddpobs.cli.progress import progress
 from ddpobs.client.client import Run
 from ddpobs.errors import CollectorError
@@ -21,7 +21,7 @@ class Kind(StrEnum):
     SPANS = "spans"
 
 
-@main.command()
+@main.command(rich_help_panel=SAVE, short_help="Save steps or bucket spans as a Parquet file.")
 def export(
     run_id: RunArgument = None,
     output: Annotated[

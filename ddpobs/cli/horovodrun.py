@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from ddpobs.cli.app import WRONG_USE, fail, main
+from ddpobs.cli.app import TRAIN, WRONG_USE, fail, main
 
 _NOT_STARTED = 127
 _THIS_HOST = ("localhost", "127.0.0.1")
@@ -21,7 +21,11 @@ _ELASTIC = (
 )
 
 
-@main.command(context_settings={"allow_interspersed_args": False})
+@main.command(
+    rich_help_panel=TRAIN,
+    short_help="Start a script with Horovod's interface.",
+    context_settings={"allow_interspersed_args": False},
+)
 def horovodrun(
     command: Annotated[list[str] | None, typer.Argument(help="Command of one rank, such as `python train.py`.")] = None,
     *,

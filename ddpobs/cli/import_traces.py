@@ -12,7 +12,7 @@ import typer
 import zstandard
 
 from ddpobs import wire
-from ddpobs.cli.app import FAILED, WRONG_USE, CollectorOption, checked, fail, main, settings
+from ddpobs.cli.app import FAILED, SAVE, WRONG_USE, CollectorOption, checked, fail, main, settings
 from ddpobs.cli.progress import progress
 from ddpobs.client.reader import page_address
 from ddpobs.errors import TraceFileError
@@ -28,7 +28,7 @@ _FORMAT = "torch.profiler"
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
-@main.command("import")
+@main.command("import", rich_help_panel=SAVE, short_help="Make a run of torch.profiler's traces.")
 def import_traces(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILE...", help="Traces of torch.profiler, one of each rank, plain or gzip.")

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ddpobs.cli.app import FAILED, WRONG_USE, CollectorOption, fail, main, settings
+from ddpobs.cli.app import FAILED, SAVE, WRONG_USE, CollectorOption, fail, main, settings
 from ddpobs.cli.progress import progress
 from ddpobs.export.http_sender import Outcome, Response, Sender, pause_s
 from ddpobs.export.spool import Spool, Spooled
@@ -19,7 +19,7 @@ from ddpobs.recovery import recover
 _TRIES = 3
 
 
-@main.command()
+@main.command(rich_help_panel=SAVE, short_help="Send the batches of a spool folder.")
 def push(folder: Annotated[Path, typer.Argument(metavar="DIR")], collector: CollectorOption = None) -> None:
     """Send the batches of a spool folder: DDPOBS_SPOOL, or ddpobs-spool-UID in the system's temporary folder.
 

@@ -17,6 +17,7 @@ import typer
 from ddpobs.cli.app import (
     BAD_STATE,
     FAILED,
+    LOOK,
     CollectorOption,
     JsonOption,
     RunArgument,
@@ -47,7 +48,7 @@ class Severity(StrEnum):
     CRITICAL = "critical"
 
 
-@main.command()
+@main.command(rich_help_panel=LOOK, short_help="Print the findings on a run, with their remedies.")
 def report(
     run_id: RunArgument = None,
     collector: CollectorOption = None,
@@ -116,18 +117,28 @@ def _print(diagnosis: dict[str, Any], account: dict[str, Any], pipeline: dict[st
     typer.echo(printable(f"run {diagnosis['run']}: {count} in {diagnosis['steps_seen']} steps"))
     if interrupt:
         typer.echo(coloured(printable(interrupt), "interrupted"))
-    for line in [*_account_lines(account), *_pipeline_lines(pipeline)]:
-        typer.echo(line)
     for finding in findings:
         typer.echo()
         typer.echo(coloured(printable(finding_heading(finding)), finding["severity"]))
         for label, text in finding_lines(finding):
             for row, line in enumerate(_wrapped(printable(text))):
                 typer.echo(f"  {labelled('' if row else label, line)}")
+    typer.echo()
+    for line in [*_account_lines(account), *_pipeline_lines(pipeline)]:
+        typer.echo(line)
     if diagnosis["missing"]:
         typer.echo()
-    for missing in diagnosis["missing"]:
-        typer.echo(printable(f"not judged: {missing}"))
+    for line in _not_judged(diagnosis["missing"]):
+        typer.echo(printable(line))
+
+
+def _not_judged(missing: Sequence[str]) -> list[str]:
+    """A line for each reason, with the codes of the findings that it holds for."""
+    codes: dict[str, list[str]] = {}
+    for each in missing:
+        code, _, reason = each.partition(": ")
+        codes.setdefault(reason, []).append(code)
+    return [f"not judged: {', '.join(names)}: {reason}" for reason, names in codes.items()]
 
 
 def _wrapped(text: str) -> list[str]:
@@ -144,11 +155,10 @@ def _account_lines(account: dict[str, Any]) -> list[str]:
     lost = f"{account['lost_hours']:.3g} {account['unit']}s lost"
     if account["lost_cost"] is not None:
         lost += f" (cost {account['lost_cost']:.2f})"
-    lines = [f"wall time: {account['wall_ns'] / 1e9:.0f} s; goodput {goodput} of the run; {lost}"]
+    lines = [f"wall time: {account['wall_ns'] / 1e9:.0f} s; goodput {goodput} of it; {lost}"]
     parts = sorted(account["parts"], key=lambda part: -part["share"])
     shown = [part for part in parts if part["share"] >= _MIN_SHARE][:_MAX_PARTS]
-    width = max((len(part["title"]) for part in shown), default=0)
-    lines += [f"  {part['title']:{width}}  {percent(part['share']):>5} of the run" for part in shown]
+    lines += [f"  {percent(part['share']):>5}  {part['title']}" for part in shown]
     return lines
 
 

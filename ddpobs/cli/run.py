@@ -9,13 +9,17 @@ from typing import Annotated
 import typer
 
 import ddpobs
-from ddpobs.cli.app import CollectorOption, checked, main, settings
+from ddpobs.cli.app import TRAIN, CollectorOption, checked, main, settings
 from ddpobs.export.spool import folder_of
 from ddpobs.launch.start import supervise
 from ddpobs.recording.place.last_place import FOLDER
 
 
-@main.command(context_settings={"allow_interspersed_args": False})
+@main.command(
+    rich_help_panel=TRAIN,
+    short_help="Run a training with telemetry.",
+    context_settings={"allow_interspersed_args": False},
+)
 def run(
     command: Annotated[list[str], typer.Argument(help="Command of the training, after `--`.")],
     collector: CollectorOption = None,

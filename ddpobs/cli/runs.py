@@ -5,23 +5,29 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 import webbrowser
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
 
-from ddpobs.cli.app import CollectorOption, JsonOption, RunArgument, ask, chosen_run, coloured, main, settings
-from ddpobs.client.reader import page_address
+from ddpobs.cli.app import LOOK, CollectorOption, JsonOption, RunArgument, ask, chosen_run, coloured, main, settings
+from ddpobs.client.reader import page_address, read
+from ddpobs.config import TelemetryConfig
+from ddpobs.errors import CollectorError
 from ddpobs.wire import printable
 from ddpobs.wire.states import RUN_STATES
 
 _TITLES = ("run", "state", "ranks", "steps", "started (UTC)", "worst finding")
-_STATE = _TITLES.index("state")
+_STATE, _WORST = _TITLES.index("state"), _TITLES.index("worst finding")
+_DIAGNOSES_S = 3.0
+"""Maximum time that the list waits for diagnoses."""
 
 
 @main.command("runs", hidden=True)
-@main.command("list")
+@main.command("list", rich_help_panel=LOOK, short_help="List the newest runs.")
 def list_runs(
     collector: CollectorOption = None,
     limit: Annotated[int, typer.Option(min=1, max=500, help="Most runs.")] = 20,
@@ -35,13 +41,15 @@ def list_runs(
     if as_json:
         typer.echo(json.dumps(runs, indent=2))
     elif runs:
-        for line in _table([_row(run) for run in runs]):
+        _diagnose(config, runs)
+        severities = [(run["diagnosis"] or {}).get("severity") or "" for run in runs]
+        for line in _table([_row(run) for run in runs], severities):
             typer.echo(line)
     else:
         typer.echo(f"ddpobs: no run at {config.collector} yet", err=True)
 
 
-@main.command("open")
+@main.command("open", rich_help_panel=LOOK, short_help="Open a run's page in the browser.")
 def open_page(run_id: RunArgument = None, collector: CollectorOption = None) -> None:
     """Open a run's page in the browser, and print its address."""
     config = settings(collector)
@@ -50,22 +58,37 @@ def open_page(run_id: RunArgument = None, collector: CollectorOption = None) -> 
     webbrowser.open(address)
 
 
+def _diagnose(config: TelemetryConfig, runs: list[dict[str, Any]]) -> None:
+    """Fill in the worst finding of runs that the collector has not diagnosed since its start."""
+    until = time.monotonic() + _DIAGNOSES_S
+    for run in runs:
+        if run["diagnosis"] is None and run["steps"] and time.monotonic() < until:
+            with suppress(CollectorError):
+                findings = read(config, f"/runs/{run['run']}/diagnostics", None, _DIAGNOSES_S).document["findings"]
+                worst = findings[0] if findings else {"verdict": None, "severity": None}
+                run["diagnosis"] = {"worst": worst["verdict"], "severity": worst["severity"]}
+
+
 def _row(run: dict[str, Any]) -> list[str]:
     diagnosis = run["diagnosis"]
-    worst = "not diagnosed yet" if diagnosis is None else diagnosis["worst"] or "none"
+    if diagnosis is None:
+        worst = f"not diagnosed yet: ddpobs report {run['run']}" if run["steps"] else "no step yet"
+    else:
+        worst = diagnosis["worst"] or "none"
     started = datetime.fromtimestamp(run["created_ns"] / 1e9, UTC)
     cells = [run["run"], run["state"], str(run["ranks"]), str(run["steps"]), f"{started:%Y-%m-%d %H:%M}", worst]
     return [printable(cell) for cell in cells]
 
 
-def _table(rows: list[list[str]]) -> list[str]:
-    """Aligned lines; the last column is cut at the terminal's width."""
+def _table(rows: list[list[str]], severities: list[str]) -> list[str]:
+    """Aligned lines; the last column is cut at the terminal's width, and has the colour of its severity."""
     widths = [max(map(len, column)) for column in zip(_TITLES, *rows, strict=True)]
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
     widths[-1] = max(len(_TITLES[-1]), min(widths[-1], room - sum(widths[:-1]) - 2 * (len(widths) - 1)))
     lines = []
-    for row in ([*_TITLES], *rows):
+    for row, severity in zip(([*_TITLES], *rows), ("", *severities), strict=True):
         cells = [f"{cell[:width]:{width}}" for cell, width in zip(row, widths, strict=True)]
         cells[_STATE] = coloured(cells[_STATE], row[_STATE])
-        lines.append("  ".join(cells).rstrip())
+        cells[_WORST] = coloured(cells[_WORST].rstrip(), severity) if severity else cells[_WORST].rstrip()
+        lines.append("  ".join(cells))
     return lines

@@ -6,12 +6,12 @@ from typing import Any
 
 import typer
 
-from ddpobs.cli.app import CollectorOption, RunArgument, ask, chosen_run, main, settings
+from ddpobs.cli.app import LOOK, CollectorOption, RunArgument, ask, chosen_run, main, settings
 from ddpobs.shared.words import bucket_name
 from ddpobs.wire import printable
 
 
-@main.command()
+@main.command(rich_help_panel=LOOK, short_help="Print the last place and stacks of each rank.")
 def stacks(run_id: RunArgument = None, collector: CollectorOption = None) -> None:
     """Print the last known place and stacks of each rank of a run; the ranks' processes are not involved."""
     config = settings(collector)

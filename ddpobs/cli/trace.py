@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ddpobs.cli.app import FAILED, WRONG_USE, CollectorOption, RunArgument, ask, chosen_run, fail, main, settings
+from ddpobs.cli.app import FAILED, SAVE, WRONG_USE, CollectorOption, RunArgument, ask, chosen_run, fail, main, settings
 from ddpobs.client.reader import Reply, read
 from ddpobs.config import TelemetryConfig
 from ddpobs.errors import CollectorError
@@ -20,7 +20,7 @@ _WARM_UP = 5
 """Steps at the start of a run, which are slow in every run."""
 
 
-@main.command()
+@main.command(rich_help_panel=SAVE, short_help="Save steps as a trace for Perfetto.")
 def trace(
     run_id: RunArgument = None,
     steps: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -10,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ddpobs.cli.app import BAD_STATE, FAILED, CollectorOption, RunArgument, ask, chosen_run, fail, main, settings
+from ddpobs.cli.app import BAD_STATE, FAILED, LOOK, CollectorOption, RunArgument, ask, chosen_run, fail, main, settings
 from ddpobs.client.reader import read
 from ddpobs.config import TelemetryConfig
 from ddpobs.errors import CollectorError
-from ddpobs.shared.words import finding_heading, finding_lines, labelled
+from ddpobs.shared.words import LABEL_COLUMNS, finding_heading, finding_lines, labelled
 from ddpobs.wire import OWN_PHASES, printable
 from ddpobs.wire.states import OVER
 
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
 _MAX_RANKS, _MAX_FINDINGS = 16, 3
 _WIDE = 110
 """Columns of a terminal that shows the phases of each rank, too."""
+_MIN_WIDTHS = {"state": 11, "step": 7, "does": 12, "own ms": 7}
+"""Columns whose values change: with them the table keeps its width."""
 _AWAIT_S = 1.0
 _STYLES = {"critical": "bold red", "warning": "bold yellow", "info": "cyan"}
 
 
-@main.command()
+@main.command(rich_help_panel=LOOK, short_help="Show a run while it trains.")
 def watch(
     run_id: RunArgument = None,
     collector: CollectorOption = None,
@@ -114,7 +117,8 @@ class _Look:
         table = Table(title=escape(title), title_justify="left", title_style="bold")
         phases = OWN_PHASES if columns >= _WIDE else ()
         for name in ("rank", "host", "state", "step", "does", "own ms", *(f"{phase} ms" for phase in phases)):
-            table.add_column(name, justify="left" if name in ("host", "state", "does") else "right")
+            is_text, width = name in ("host", "state", "does"), _MIN_WIDTHS.get(name)
+            table.add_column(name, justify="left" if is_text else "right", min_width=width, no_wrap=True)
         slowest = max((rank["own_ns"] or 0 for rank in self.ranks), default=0)
         shown = sorted(self.ranks, key=lambda rank: -(rank["own_ns"] or 0))[:_MAX_RANKS]
         for rank in sorted(shown, key=lambda rank: int(rank["rank"])):
@@ -125,8 +129,13 @@ class _Look:
         findings = self.findings[:_MAX_FINDINGS]
         lines = [f"[{_STYLES[each['severity']]}]{escape(printable(finding_heading(each)))}[/]" for each in findings]
         worst = finding_lines(findings[0]) if findings else []
-        lines[1:1] = [escape(printable(f"  {labelled(label, text)}")) for label, text in worst]
+        lines[1:1] = [escape(line) for label, text in worst for line in _indented(label, printable(text), columns)]
         return Group(table, *map(Text.from_markup, lines or ["no finding"]))
+
+
+def _indented(label: str, text: str, columns: int) -> list[str]:
+    rows = textwrap.wrap(text, max(20, columns - LABEL_COLUMNS - 2)) or [""]
+    return [f"  {labelled('' if row else label, line)}" for row, line in enumerate(rows)]
 
 
 def _cells(rank: dict[str, Any], shown: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,22 +77,29 @@ def test_report_prints_the_parts_of_a_finding_with_control_characters_escaped() 
         "remedy": "look\n",
         "gain": {"text": "12.8 ms of 51 ms a step (25 ± 1 %)"},
     }
-    diagnostics = {"run": "r", "steps_seen": 9, "findings": [finding], "missing": ["epochs: none seen"]}
+    diagnostics = {
+        "run": "r",
+        "steps_seen": 9,
+        "findings": [finding],
+        "missing": ["epochs: none seen", "order: none seen", "size: one"],
+    }
     answers = {"/api/v1/runs/r/diagnostics": diagnostics, "/api/v1/runs/r/account": ACCOUNT}
     with collector(lambda path: (200, {}, json.dumps(answers[path]).encode())) as server:
         completed = ddpobs("report", "r", "--collector", server.url)
     assert completed.stdout == (
         "run r: 1 finding in 9 steps\n"
-        "wall time: 90 s; goodput 25 % of the run; 0.0375 gpu-hours lost (cost 0.11)\n"
-        "  checkpoints      75 % of the run\n"
-        "  steps: forward   25 % of the run\n\n"
+        "\n"
         "warning: rank 3 is slow at \\x1b[2Ja\\nb é\n"
         "  measure 12.8 ms more than the other ranks\n"
         "  when    steps 2 to 4 (2023-11-14 22:13:20 to 22:13:23 UTC)\n"
         "  where   node-7; bucket 0.2: layer.0, layer.1, layer.2, …\n"
         "  do      look\\n\n"
         "  saves   12.8 ms of 51 ms a step (25 ± 1 %)\n\n"
-        "not judged: epochs: none seen\n\n"
+        "wall time: 90 s; goodput 25 % of it; 0.0375 gpu-hours lost (cost 0.11)\n"
+        "   75 %  checkpoints\n"
+        "   25 %  steps: forward\n\n"
+        "not judged: epochs, order: none seen\n"
+        "not judged: size: one\n\n"
         f"{server.url}/runs/r\n"
     )
 
@@ -105,7 +113,7 @@ def test_report_without_a_run_is_about_the_newest() -> None:
     }
     with collector(lambda path: (200, {}, json.dumps(answers[path]).encode())) as server:
         assert ddpobs("report", "--collector", server.url).stdout == (
-            "run new: no finding in 9 steps\nwall time: not known, because no rank has sent an account\n"
+            "run new: no finding in 9 steps\n\nwall time: not known, because no rank has sent an account\n"
             f"\n{server.url}/runs/new\n"
         )
     with collector(lambda path: (200, {}, b'{"runs": [], "next": null}')) as server:
@@ -122,14 +130,33 @@ RUNS: list[dict[str, Any]] = [
 
 
 def test_list_aligns_runs_with_state_and_worst_finding_without_colours_in_a_pipe() -> None:
-    with collector(answering({"/runs?limit=3&state=failed": {"runs": RUNS}})) as server:
+    diagnosis = {"findings": [{"verdict": "All ranks wait", "severity": "info"}]}
+    answers: dict[str, object] = {"/runs?limit=3&state=failed": {"runs": RUNS}, "/runs/new/diagnostics": diagnosis}
+    with collector(answering(answers)) as server:
         done = invoke("list", "--limit", "3", "--state", "failed", "--collector", server.url)
     assert done.stdout.splitlines() == [
         "run          state     ranks  steps  started (UTC)     worst finding",
-        "new          running   2      80     2023-11-14 22:13  not diagnosed yet",
+        "new          running   2      80     2023-11-14 22:13  All ranks wait",
         "a-long-name  failed    2      80     2023-11-14 22:13  rank 1 is \\x1b[2Jslow",
         "old          finished  2      80     2023-11-14 22:13  none",
     ]
+
+
+def test_list_names_the_command_for_a_run_whose_diagnosis_fails() -> None:
+    with collector(answering({"/runs?limit=20": {"runs": RUNS}})) as server:
+        done = invoke("list", "--collector", server.url)
+    assert "not diagnosed yet: ddpobs report new" in done.stdout.splitlines()[1]
+
+
+def test_the_help_groups_the_commands_in_the_order_of_their_use() -> None:
+    text = invoke("--help", TERM="dumb").stdout
+    places = [
+        text.index(word) for word in ("─ Train", " run ", "─ Look at a run", " list ", " compare ", "─ Save and send")
+    ]
+    assert places == sorted(places)
+    commands = [line for line in text.splitlines() if re.match(r"│ [a-z]+ +[A-Z]", line)]
+    assert len(commands) == 12
+    assert all(line.rstrip(" │").endswith(".") for line in commands)  # One line each in 80 columns.
 
 
 def test_list_as_json_is_the_collectors_list_and_an_empty_one_is_explained() -> None:

@@ -62,7 +62,7 @@ def test_the_wheel_imports_and_runs_its_command_outside_of_the_source_tree(wheel
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
     output = run(sys.executable, "-I", "-c", SMOKE, tmp_path, folder=tmp_path)
-    assert "Run a command and its child processes with telemetry." in output
+    assert "Run a training with telemetry." in output
 
 
 def test_dir_lists_the_public_names_alone() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +24,8 @@ from ddpobs_server.store import DEFAULT_WORKSPACE, Store, Token, UnavailableErro
 from ddpobs_server.store.database import database_access
 from ddpobs_server.web.authenticator import SCOPES, new_token
 from ddpobs_server.web.workspace_limits import Limits, effective_limits
+
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 class Commands(TyperGroup):
@@ -221,7 +224,13 @@ def check(
         typer.echo(json.dumps({"ok": not failed, "checks": [vars(result) for result in results]}))
     else:
         for result in results:
-            typer.echo(f"{result.state:4}  {result.name}: {_line(result.detail)}")
+            colour = None if os.environ.get("NO_COLOR") else _COLOURS[result.state]
+            state = typer.style(f"{result.state:4}", fg=colour)
+            typer.echo(f"{state}  {result.name}: {_line(result.detail)}")
+        counts = Counter(result.state for result in results)
+        warnings = f"{counts['warn']} warning{'s' * (counts['warn'] != 1)}"
+        verdict = "A collector cannot run here" if failed else "A collector can run here"
+        typer.echo(f"{verdict}: {counts['ok']} ok, {warnings}, {counts['fail']} failed")
     if failed:
         raise typer.Exit(1)
 

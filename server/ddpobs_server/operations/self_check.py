@@ -230,7 +230,7 @@ def _clock_synchronisation() -> CheckResult:
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEDATECTL_S, check=True)
     except (OSError, subprocess.SubprocessError):
-        return CheckResult("clock", "ok", "synchronisation is unknown: timedatectl does not answer here")
+        return CheckResult("clock", "warn", "synchronisation is not known: timedatectl does not answer here")
     if process.stdout.strip() == "no":
         return CheckResult("clock", "warn", "not synchronised: start chrony or systemd-timesyncd")
     return CheckResult("clock", "ok", "synchronised")
