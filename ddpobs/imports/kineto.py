@@ -22,10 +22,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from ddpobs.errors import TraceFileError
 from ddpobs.imports.rank_trace import Call, CallKind, Collective, RankTrace, union
-from ddpobs.imports.trace_events import TraceEvent, TraceEvents
+from ddpobs.imports.trace_events import TraceEvents
 from ddpobs.wire import Ints
 
 _ENGINE = "autograd::engine::evaluate_function"
@@ -42,14 +43,27 @@ _LONGEST_UNION = 2**20
 """Intervals of computation after which they are joined."""
 
 
-class _Args(msgspec.Struct):
+class _Args(msgspec.Struct, frozen=True, gc=False):
     """Arguments of an event that matter."""
 
     correlation: int = 0
-    stream: int = 0
     collective: str = msgspec.field(default="", name="Collective name")
     elements: int = msgspec.field(default=0, name="In msg nelems")
     dtype: str = ""
+
+
+_NONE = _Args()
+
+
+class _Event(msgspec.Struct, frozen=True, gc=False):
+    """One event. Times are in microseconds."""
+
+    name: str = ""
+    ph: str = ""
+    cat: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+    args: _Args = _NONE
 
 
 class _Group(msgspec.Struct):
@@ -60,9 +74,6 @@ class _Group(msgspec.Struct):
 
 class _Device(msgspec.Struct):
     name: str = ""
-
-
-_ARGS = msgspec.json.Decoder(_Args)
 
 
 class _Reader:
@@ -76,12 +87,14 @@ class _Reader:
         self.launches: list[tuple[int, int, str]] = []
         self.gloo: list[tuple[int, int, str]] = []
         self.nccl: list[tuple[int, int, int, _Args, str]] = []
-        self.computing: dict[bool, array[int]] = {False: array("q"), True: array("q")}
-        """Begins and ends of computation on the host, and on a GPU."""
-        self.kernels = array("q")
-        self.runtime = array("q")
-        self.messages: list[_Args] = []
-        self._by_category: dict[str, Callable[[TraceEvent], None]] = {
+        self.computing: dict[bool, array[float]] = {False: array("d"), True: array("d")}
+        """Begin and duration of computation on the host, and on a GPU, in microseconds."""
+        self.kernels = array("d")
+        """Correlation, begin and duration of kernels and copies."""
+        self.runtime = array("d")
+        """Correlation and begin of the calls that launched them."""
+        self._computed: dict[bool, Ints] = dict.fromkeys((False, True), np.zeros((0, 2), np.int64))
+        self._by_category: dict[str, Callable[[_Event], None]] = {
             "user_annotation": self._annotation,
             "cpu_op": self._operator,
             "kernel": self._kernel,
@@ -91,20 +104,21 @@ class _Reader:
             "cuda_driver": self._launched,
         }
 
-    def add(self, events: list[TraceEvent]) -> None:
+    def add(self, events: list[_Event]) -> None:
         """Add a piece of the file."""
         for event in events:
             if event.ph == "X" and (take := self._by_category.get(event.cat)) is not None:
                 take(event)
         for on_gpu, pairs in self.computing.items():
             if len(pairs) > 2 * _LONGEST_UNION:
-                self.computing[on_gpu] = array("q", self.computation(on_gpu).tobytes())
+                self._computed[on_gpu], self.computing[on_gpu] = self.computation(on_gpu), array("d")
 
     def computation(self, on_gpu: bool) -> Ints:
         """Begin and end of the computation so far."""
-        return union(np.frombuffer(self.computing[on_gpu], np.int64).reshape(-1, 2))
+        new = _intervals(np.frombuffer(self.computing[on_gpu]).reshape(-1, 2))
+        return union(np.concatenate([self._computed[on_gpu], new]))
 
-    def _annotation(self, event: TraceEvent) -> None:
+    def _annotation(self, event: _Event) -> None:
         name = event.name
         began, ended = _times(event)
         if name.startswith(_STEP) and name[len(_STEP) :].isdecimal():
@@ -120,33 +134,28 @@ class _Reader:
         elif name.startswith(_GLOO):
             self.gloo.append((began, ended, name[len(_GLOO) :]))
 
-    def _operator(self, event: TraceEvent) -> None:
+    def _operator(self, event: _Event) -> None:
         name = event.name
         if name.startswith(_COMPUTED):
-            self.computing[False].extend(_times(event))
+            self.computing[False].extend((event.ts, event.dur))
         elif name.startswith(_ENGINE) or name == _COPY:  # The copy ends a backward.
             self.engine.append(_times(event))
         elif name.startswith(_LAUNCH):
             if name not in _NOT_COLLECTIVE:
                 self.launches.append((*_times(event), name[len(_LAUNCH) :].strip("_")))
-        elif name == "record_param_comms":
-            self.messages.append(_args(event))
         elif name in _FORWARDS:
             self.calls.append(Call("forward", *_times(event)))
 
-    def _kernel(self, event: TraceEvent) -> None:
-        args = _args(event)
-        began, ended = _times(event)
+    def _kernel(self, event: _Event) -> None:
         if event.name.startswith(_NCCL):
-            self.nccl.append((args.correlation, began, ended, args, event.name))
-        else:
-            self.kernels.extend((args.correlation, ended))
-            if event.cat == "kernel":
-                self.computing[True].extend((began, ended))
+            self.nccl.append((event.args.correlation, *_times(event), event.args, event.name))
+            return
+        self.kernels.extend((event.args.correlation, event.ts, event.dur))
+        if event.cat == "kernel":
+            self.computing[True].extend((event.ts, event.dur))
 
-    def _launched(self, event: TraceEvent) -> None:
-        if (correlation := _args(event).correlation) > 0:
-            self.runtime.extend((correlation, _times(event)[0]))
+    def _launched(self, event: _Event) -> None:
+        self.runtime.extend((event.args.correlation, event.ts))
 
 
 def read(path: Path, advance: Callable[[int], object] = lambda _: None) -> RankTrace:
@@ -159,7 +168,7 @@ def read(path: Path, advance: Callable[[int], object] = lambda _: None) -> RankT
     Raises:
         TraceFileError: The file is no such trace, is cut off, or has no step.
     """
-    events, reader = TraceEvents(path, advance), _Reader()
+    events, reader = TraceEvents(path, _Event, advance), _Reader()
     for piece in events.pieces():
         reader.add(piece)
     header = events.header
@@ -246,29 +255,36 @@ def _kind_of(kernel: str) -> str:
 
 
 def _launch_times(reader: _Reader) -> dict[int, int]:
-    table = np.frombuffer(reader.runtime, np.int64).reshape(-1, 2)
-    return dict(zip(table[:, 0].tolist(), table[:, 1].tolist(), strict=True))
+    table = np.frombuffer(reader.runtime).reshape(-1, 2)
+    return dict(zip(table[:, 0].astype(np.int64).tolist(), _ns(table[:, 1]).tolist(), strict=True))
 
 
 def _device_times(reader: _Reader) -> Ints:
     launched = _launch_times(reader)
-    kernels = np.frombuffer(reader.kernels, np.int64).reshape(-1, 2)
-    rows = [(launched[key], ended) for key, ended in kernels.tolist() if key in launched]
+    kernels = np.frombuffer(reader.kernels).reshape(-1, 3)
+    ended_ns = _intervals(kernels[:, 1:])[:, 1].tolist()
+    correlations = kernels[:, 0].astype(np.int64).tolist()
+    rows = [(launched[key], ended) for key, ended in zip(correlations, ended_ns, strict=True) if key in launched]
     table = np.array(sorted(rows), np.int64).reshape(-1, 2)
     return np.stack([table[:, 0], np.maximum.accumulate(table[:, 1])], axis=1) if len(table) else table
 
 
-def _times(event: TraceEvent) -> tuple[int, int]:
-    whole = int(event.ts)  # A product of microseconds since 1970 would lose the last digits.
+def _ns(microseconds: npt.NDArray[np.float64]) -> Ints:
+    """Nanoseconds. A product of microseconds since 1970 would lose the last digits."""
+    whole = np.floor(microseconds)
+    return np.asarray(whole.astype(np.int64) * 1000 + np.rint((microseconds - whole) * 1000).astype(np.int64))
+
+
+def _intervals(table: npt.NDArray[np.float64]) -> Ints:
+    """Begin and end in nanoseconds from begin and duration in microseconds, shape [intervals, 2]."""
+    began_ns = _ns(table[:, 0])
+    return np.stack([began_ns, began_ns + np.maximum(0, _ns(table[:, 1]))], axis=1)
+
+
+def _times(event: _Event) -> tuple[int, int]:
+    whole = int(event.ts)
     began = whole * 1000 + round((event.ts - whole) * 1000)
     return began, began + max(0, round(event.dur * 1000))
-
-
-def _args(event: TraceEvent) -> _Args:
-    try:
-        return _ARGS.decode(event.args)
-    except (msgspec.DecodeError, RecursionError):
-        return _Args()
 
 
 def _field(path: Path, header: dict[str, msgspec.Raw], name: str, kind: Any) -> Any:

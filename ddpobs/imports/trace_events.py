@@ -13,7 +13,7 @@ import gzip
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Generic, TypeVar
 
 import msgspec
 
@@ -28,39 +28,29 @@ _GZIP = b"\x1f\x8b"
 _LIST = b'"traceEvents"'
 
 
-class TraceEvent(msgspec.Struct, frozen=True, gc=False):
-    """One event. Times are in microseconds, `args` is not decoded."""
-
-    name: str = ""
-    ph: str = ""
-    cat: str = ""
-    ts: float = 0.0
-    dur: float = 0.0
-    tid: int | str = 0
-    args: msgspec.Raw = msgspec.Raw(b"{}")
-
-
-_EVENTS = msgspec.json.Decoder(list[TraceEvent])
+Event = TypeVar("Event", bound=msgspec.Struct)
 _REST: Any = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-class TraceEvents:
+class TraceEvents(Generic[Event]):
     """The events of one file.
 
     Args:
         path: The file, plain or gzip.
+        kind: The fields of an event that are read.
         read: Called with the number of bytes of the file read so far.
 
     Attributes:
         header: The document's other fields by name, as JSON; complete once all events were read.
     """
 
-    def __init__(self, path: Path, read: Callable[[int], object] = lambda _: None) -> None:
+    def __init__(self, path: Path, kind: type[Event], read: Callable[[int], object] = lambda _: None) -> None:
         self._path, self._read = path, read
+        self._decoder: Any = msgspec.json.Decoder(list[kind])  # type: ignore[valid-type]
         self._count = 0
         self.header: dict[str, msgspec.Raw] = {}
 
-    def pieces(self) -> Iterator[list[TraceEvent]]:
+    def pieces(self) -> Iterator[list[Event]]:
         """Yield the events in the order of the file.
 
         Raises:
@@ -77,7 +67,7 @@ class TraceEvents:
         except OSError as error:
             raise TraceFileError(self._path, "a file", error.strerror or str(error)) from None
 
-    def _split(self, stream: BinaryIO, file: BinaryIO) -> Iterator[list[TraceEvent]]:
+    def _split(self, stream: BinaryIO, file: BinaryIO) -> Iterator[list[Event]]:
         rest = self._begin(stream)
         while more := stream.read(_PIECE_BYTES):
             self._read(file.tell())
@@ -106,7 +96,7 @@ class TraceEvents:
         except (msgspec.DecodeError, RecursionError) as error:
             raise TraceFileError(self._path, "a JSON object", error) from None
 
-    def _cut(self, text: bytes) -> tuple[list[TraceEvent], bytes]:
+    def _cut(self, text: bytes) -> tuple[list[Event], bytes]:
         """Return the events of the text up to the last place between two events, and the text from there on."""
         end = len(text)
         for _ in range(_MAX_CUTS):
@@ -116,7 +106,7 @@ class TraceEvents:
             following = text[end + 1 : end + 65].lstrip()
             if following[:1] == b"," and following[1:].lstrip()[:1] == b"{":
                 try:
-                    events = _EVENTS.decode(b"[" + text[: end + 1] + b"]")
+                    events = self._decoder.decode(b"[" + text[: end + 1] + b"]")
                 except (msgspec.DecodeError, RecursionError):
                     continue
                 self._count += len(events)
@@ -125,7 +115,7 @@ class TraceEvents:
             raise TraceFileError(self._path, "events of at most 16 MiB", f"{self._where} one that does not end there")
         return [], text
 
-    def _end(self, text: bytes) -> list[TraceEvent]:
+    def _end(self, text: bytes) -> list[Event]:
         """Return the last events; what follows their list belongs to the header."""
         closing = len(text)
         for _ in range(_MAX_CUTS):
@@ -133,7 +123,7 @@ class TraceEvents:
             if closing < 0:
                 break
             try:
-                events = _EVENTS.decode(b"[" + text[: closing + 1])
+                events: list[Event] = self._decoder.decode(b"[" + text[: closing + 1])
             except (msgspec.DecodeError, RecursionError):
                 continue
             self._count += len(events)

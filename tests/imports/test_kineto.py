@@ -6,6 +6,7 @@ The GPU traces are from the test data of Holistic Trace Analysis (facebookresear
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from ddpobs.imports.imported_run import ImportedRun, numbered
 from ddpobs.imports.rank_trace import RankTrace, exposed_ns
 from ddpobs.imports.replay import replay
 from tests.support.profiler_traces import trace
+from tests.support.smoke import run
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 CONTROL, TEST, RESOLVER = (
@@ -111,3 +113,9 @@ def test_a_header_of_another_form_is_refused(tmp_path: Path) -> None:
 
 def test_no_late_rank_is_named_in_one_trace(tmp_path: Path) -> None:
     assert ImportedRun(numbered([kineto.read(trace(tmp_path))]), "r", "torch.profiler").arrivals == []
+
+
+@pytest.mark.wide
+def test_the_benchmark_counts_the_events_of_both_readers(tmp_path: Path) -> None:
+    output = run("import_traces", str(trace(tmp_path)))
+    assert re.search(r"\| t\.json \| 21 \| [\d,]+ \| [\d,]+ \| \d+\.\d \|", output)
