@@ -87,6 +87,7 @@ class Evidence:
         missing_batches: Missing batches by rank, for ranks that ended in order.
         sent_batches: Batches that these ranks sent, in total.
         events: (rank, event), the first of each source and kind.
+        earlier_ends: (rank, event) of the ends in each earlier attempt, the oldest first; empty unless a rank failed.
         ahead_ns: How far each rank's wall clock is ahead of the collector's.
         hosts: Host name by rank.
         absences: Ranks of the world that are not in `joined`, by reason; the reason has `{}` for the ranks.
@@ -122,6 +123,7 @@ class Evidence:
     missing_batches: dict[int, int] = field(default_factory=dict)
     sent_batches: int = 0
     events: list[tuple[int, wire.Event]] = field(default_factory=list)
+    earlier_ends: list[list[tuple[int, wire.Event]]] = field(default_factory=list)
     ahead_ns: dict[int, int] = field(default_factory=dict)
     hosts: dict[int, str] = field(default_factory=dict)
     absences: dict[str, list[int]] = field(default_factory=dict)

@@ -16,6 +16,8 @@ from ddpobs.shared.words import finding_lines
 from ddpobs_server.figures.report_policy import report_policy, utc
 
 _MAX_INTERVALS = 3
+_STACKS = ("stacks", "threads", "traceback")
+"""Facts that are shown as they are, below the finding."""
 _STATIC = Path(__file__).parent / "static"
 _START = """
 for (const place of document.querySelectorAll("[data-item]")) {
@@ -86,13 +88,30 @@ def _page(run: str, parts: Sequence[str], nonce: str, dark: bool = False) -> str
 
 
 def _finding(finding: Mapping[str, Any]) -> str:
-    evidence = {name.replace("_", " "): json.dumps(value) for name, value in finding["evidence"].items()}
+    shown = {name: value for name, value in finding["evidence"].items() if name not in _STACKS}
+    evidence = {name.replace("_", " "): json.dumps(value) for name, value in shown.items()}
     return (
         f'<article class="{escape(finding["severity"])}"><p class="code">{escape(finding["severity"])} · '
         f"{escape(finding['code'])}</p><h2>{escape(finding['verdict'])}</h2>{_list(dict(finding_lines(finding)))}"
+        f"{''.join(f'<pre>{escape(text)}</pre>' for text in _stacks(finding['evidence']))}"
         f"<details><summary>Evidence</summary>{_list({'steps': _times(finding['intervals'])} | evidence)}</details>"
         "</article>"
     )
+
+
+def _stacks(evidence: Mapping[str, Any]) -> list[str]:
+    """Return the stacks of a hang by rank and thread, and the traceback of a crash."""
+    threads = evidence.get("threads", {})
+    stacks = [
+        "\n  ".join([title, *frames])
+        for rank, stack in evidence.get("stacks", {}).items()
+        for title, frames in [
+            (f"Rank {rank}:", stack),
+            *((f"Rank {rank}, thread {thread}:", frames) for thread, frames in threads.get(rank, {}).items()),
+        ]
+        if frames
+    ]
+    return stacks + [evidence["traceback"]] * bool(evidence.get("traceback"))
 
 
 def _times(intervals: Sequence[Mapping[str, Any]]) -> str:

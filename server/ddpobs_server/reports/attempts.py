@@ -8,7 +8,7 @@ from typing import Literal
 
 from ddpobs import wire
 from ddpobs.wire.states import RunState
-from ddpobs_server.analysis.findings.crash import End, ends_of
+from ddpobs_server.analysis.causes.rank_ends import End, ends_of
 from ddpobs_server.store import AttemptSummary, Run, Store
 
 Outcome = Literal["running", "finished", "interrupted", "failed", "killed", "superseded", "hung", "lost"]
@@ -53,7 +53,7 @@ def attempt_outcomes(store: Store, run: Run, state: RunState, hang: str) -> list
         store: Source of the rows.
         run: The run.
         state: Its state, which is its latest attempt's.
-        hang: The verdict if the latest attempt hangs.
+        hang: The hang in which the latest attempt is, or was when it ended; empty without one.
     """
     events: dict[str, list[tuple[int, wire.Event]]] = defaultdict(list)
     for attempt, rank, event in store.end_events(run.run):
@@ -68,7 +68,7 @@ def attempt_outcomes(store: Store, run: Run, state: RunState, hang: str) -> list
                 attempt=summary.attempt,
                 ordinal=summary.ordinal,
                 outcome=outcome,
-                reason=_reason(outcome, first, hang),
+                reason=_reason(outcome, first, hang if summary.attempt == run.attempt else ""),
                 first_rank=first.rank if first else None,
                 began_ns=summary.first_seen_ns,
                 ended_ns=None if outcome in _OPEN else summary.last_seen_ns,
@@ -98,6 +98,6 @@ def _outcome(summary: AttemptSummary, state: RunState | None) -> Outcome:
 
 def _reason(outcome: Outcome, first: End | None, hang: str) -> str:
     if first is not None:
-        return first.reason
+        return f"{hang}; {first.reason}" if hang else first.reason
     reasons = {"hung": hang, "lost": "no rank sends any more", "superseded": "a later attempt took its place"}
     return reasons.get(outcome, "")

@@ -122,6 +122,7 @@ class Diagnosis:
             missing_batches={source.rank: missing_batches.get(source.source, (0, 0))[0] for source in sources},
             sent_batches=sum(count for _, count in missing_batches.values()),
             events=_credible(store.first_events(run, attempt), sources),
+            earlier_ends=self._earlier_ends(run, attempt, sources),
             ahead_ns={source.rank: source.anchor.wall_ns - source.last_seen_ns for source in sources},
             hosts={source.rank: source.hello.host for source in sources if source.hello},
             absences=_absences(sources, joined.ranks),
@@ -141,6 +142,17 @@ class Diagnosis:
             earlier=judged.earlier,
             clock=judged.clock(sources),
         )
+
+    def _earlier_ends(self, run: str, attempt: str, sources: list[Source]) -> list[list[tuple[int, wire.Event]]]:
+        """Return the ends in each earlier attempt, if a rank of this one failed."""
+        if not any(source.ended in ("failed", "died") for source in sources):
+            return []
+        known = [summary.attempt for summary in self._store.attempt_summaries(run)]
+        ends: dict[str, list[tuple[int, wire.Event]]] = {each: [] for each in known[: known.index(attempt)]}
+        for each, rank, event in self._store.end_events(run) if ends else ():
+            if each in ends:
+                ends[each].append((rank, event))
+        return list(ends.values())
 
     def _account(self, run: str, attempt: str, sources: list[Source]) -> RunAccount:
         """Return the account of the attempt's training, if it is the latest of it, else of the attempt alone."""

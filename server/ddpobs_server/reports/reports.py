@@ -133,9 +133,10 @@ class Reports:
         """Return how each attempt of a run went, oldest first."""
         state = state_of_run(run, self._settings, self._now_ns())
         hang = ""
-        if state == "hung":
+        if state in ("hung", "failed", "interrupted"):
             findings = self.diagnostics(run.run, run.attempt)["findings"]
-            hang = next((f["title"] for f in findings if f["code"] == "hang" and f["severity"] == "critical"), "")
+            part = "title" if state == "hung" else "verdict"
+            hang = next((f[part] for f in findings if f["code"] == "hang" and f["severity"] == "critical"), "")
         return attempt_outcomes(self._store, run, state, hang)
 
     def recent_diagnostics(self, runs: list[Run]) -> list[DiagnosisOutline | None]:

@@ -56,7 +56,11 @@ def test_a_run_has_failed_once_a_rank_fails_although_other_ranks_still_send(shar
     assert crash["code"] == "crash"
     assert (crash["verdict"], crash["cause"]) == ("Rank 1 failed in forward of step 6", "ValueError: a bad sample")
     (attempt,) = attempts(url, run)
-    assert (attempt["outcome"], attempt["reason"], attempt["first_rank"]) == ("failed", "ValueError: a bad sample", 1)
+    assert (attempt["outcome"], attempt["reason"], attempt["first_rank"]) == (
+        "failed",
+        "ValueError: a bad sample, in forward of step 6",
+        1,
+    )
     assert 0 < attempt["began_ns"] <= attempt["ended_ns"]
 
 
@@ -225,7 +229,7 @@ def test_each_attempt_has_its_outcome_and_an_unfinished_one_is_superseded(shared
     assert [row["ended_ns"] is None for row in rows] == [False, False, False, True]
     assert [row["ordinal"] for row in rows] == [0, 1, 2, 3]
     assert [(row["ranks"], row["steps"]) for row in rows] == [(2, 5)] * 4
-    assert rows[1]["reason"] == "ValueError: a bad sample"
+    assert rows[1]["reason"] == "ValueError: a bad sample, in forward of step 6"
     assert listed_state(shared.url, run) == "running"
 
 

@@ -83,8 +83,9 @@ def test_the_page_switches_between_attempts(browser: Any, url: str) -> None:
     visit.page.locator("#facts").get_by_text("3 steps · attempt 2 of 2").wait_for()
     rows = visit.page.locator("#attempts tbody tr")
     rows.nth(1).wait_for()
-    assert rows.nth(1).locator("td").nth(2).inner_text() == f"rank 1: ValueError: a bad sample {EVIL}"
-    restart = f"This attempt is a restart: attempt 1 failed (rank 1: ValueError: a bad sample {EVIL}) after 7 steps."
+    reason = f"rank 1: ValueError: a bad sample {EVIL}, in forward of step 6"
+    assert rows.nth(1).locator("td").nth(2).inner_text() == reason
+    restart = f"This attempt is a restart: attempt 1 failed ({reason}) after 7 steps."
     assert visit.page.locator("#restarted").inner_text() == restart
     visit.page.get_by_role("link", name="attempt 1").click()
     visit.page.get_by_role("heading", name="Rank 1 failed in forward of step 6").wait_for()

@@ -11,10 +11,11 @@ from ddpobs.shared.hang_verdict import Hang, judge
 from ddpobs.shared.judged_rank import JudgedRank
 from ddpobs.shared.words import format_ranks
 from ddpobs.wire.facts import StuckFacts, facts_of
+from ddpobs_server.analysis.causes.rank_ends import End, ends_of, interrupt_of
 from ddpobs_server.analysis.causes.waited_for import bucket_parameters, hang_at, shown_ranks, spanned_ns
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, Interval
-from ddpobs_server.analysis.findings.crash import End, ends_of, hang_before, interrupt_of
+from ddpobs_server.analysis.findings.crash import hang_before
 from ddpobs_server.analysis.steps.intervals import format_times
 
 CODES = ("hang",)

@@ -12,10 +12,10 @@ export function evidence(finding) {
   return element("dl", {}, ...factRows([["steps", intervals(finding.intervals)], ...names, ...facts]));
 }
 
-// The traceback of a crash, or the stacks of the ranks that a hang names.
+// The stacks of the ranks that a hang names, or the traceback of a crash that ended none.
 export function stacks({ ranks, evidence: { traceback, stacks: byRank, threads } }) {
-  if (traceback) return [element("pre", {}, traceback)];
   const known = ranks.filter((rank) => byRank?.[rank]?.length).slice(0, MAX_STACKS);
+  if (traceback && !known.length) return [element("pre", {}, traceback)];
   return known.flatMap((rank) => [
     element("pre", {}, [`Rank ${rank}:`, ...byRank[rank]].join("\n  ")),
     ...Object.entries(threads?.[rank] ?? {}).map(([thread, frames]) => {

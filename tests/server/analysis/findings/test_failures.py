@@ -154,6 +154,57 @@ def test_the_rank_with_an_error_of_its_own_failed_first_also_with_a_late_clock()
     assert facts_of(CrashFacts, finding).victims.keys() == {0}
 
 
+def test_a_crash_names_the_users_line_and_the_first_sentence_of_its_error() -> None:
+    place = "train.py:31 → loop.py:9 step"
+    error = failed(1, "ValueError", "loss is nan. Look at 3.5 of\nthe data", 6, phase="other", place=place)
+    finding = only(crash(evidence(events=[error])))
+    assert finding.verdict == "Rank 1 failed in your loop in step 6 (loop.py:9)"
+    assert (finding.cause, finding.where) == ("ValueError: loss is nan", "outside of the phases, called at train.py:31")
+    assert "The other ranks" not in finding.remedy
+    early = failed(1, "OSError", "[/a/b.cc:3] no such file: x.pt", 6, stage="init_process_group", place="train.py:7")
+    finding = only(crash(evidence(events=[early])))
+    assert (finding.verdict, finding.cause) == (
+        "Rank 1 failed in init_process_group (train.py:7)",
+        "OSError: no such file: x.pt",
+    )
+
+
+def test_the_same_error_of_several_attempts_is_counted_and_listed() -> None:
+    other, same = failed(0, "KeyError", "'x'", 1), failed(1, "OSError", "port 4711", 2, place="a.py:3")
+    this = failed(1, "OSError", "port 4712", 3, place="a.py:3")
+    finding = only(crash(evidence(events=[this], earlier_ends=[[other], [], [same], [same]])))
+    assert finding.measure == "the same error ended 3 attempts"
+    assert "another restart" in finding.remedy
+    facts = facts_of(CrashFacts, finding)
+    assert facts.same_error == 3
+    assert facts.attempts[:2] == [
+        "attempt 1: rank 0: KeyError: 'x', in forward of step 6",
+        "attempt 2: no end was reported",
+    ]
+    once = only(crash(evidence(events=[this], earlier_ends=[[same], [other]])))
+    assert (once.measure, facts_of(CrashFacts, once).same_error) == ("", 1)
+
+
+def test_a_broken_connection_sends_to_the_log_of_the_rank_that_reported_no_end() -> None:
+    victims = [failed(rank, "RuntimeError", "Connection closed by peer", 5) for rank in (0, 2)]
+    hosts = {0: "a", 2: "b"}
+    finding = only(crash(evidence(events=victims, world_size=3, hosts=hosts)))
+    assert finding.remedy == "Look at the log of rank 1 first: no end has been reported from there."
+    all_reported = only(crash(evidence(events=victims, world_size=3, hosts=hosts, ended={1: "finished"})))
+    assert "the connection between the hosts" in all_reported.remedy
+
+
+def test_a_crash_that_ended_a_hang_shows_the_hangs_bucket_times_and_stacks() -> None:
+    """The launcher's SIGTERM and the error itself come before the last pulses, which show no hang any more."""
+    stuck_pulses = {0: at(99, "bucket", 13, bucket=0), 1: at(99, "code", 13, stack=["a.py:3 f"])}
+    later = {"r0": at(103, "code", 0, bucket=1), "r1": at(103, "code", 0, bucket=1)}
+    judged = replace(gave_up_evidence(gave_up(0), terminated(1, 101), **later), stuck_pulses=stuck_pulses)
+    finding = only([*crash(judged), *hang(judged)])
+    assert (finding.verdict, finding.buckets) == ("Rank 0 ended in step 6, waiting for rank 1", [0])
+    assert (finding.when, finding.parameters) == ("00:01:26 to 00:01:40 UTC", ["head.weight"])
+    assert facts_of(CrashFacts, finding).stacks == {1: ["a.py:3 f"]}
+
+
 def test_a_process_that_died_without_a_word_comes_before_its_victims() -> None:
     died = (
         1,
