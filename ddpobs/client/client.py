@@ -181,6 +181,7 @@ class Run:
         last: int | None = None,
         *,
         step: int | None = None,
+        bucket: str = "",
         match: str = "",
         order: Literal["cost", "rank", "host"] = "cost",
         dark: bool = False,
@@ -193,12 +194,13 @@ class Run:
             first: First step; None for the run's.
             last: Last step; None for the run's.
             step: The step of the figure `step`; None for a typical one of the latest.
+            bucket: The bucket that the figure `step` is about, such as `0.2`; empty for none.
             match: Ranks, ranges of ranks or a part of a host's name, with commas between them, for `ranks` and `step`.
             order: Order of the ranks in `ranks`.
             dark: Colours for a dark notebook.
         """
-        choices: dict[str, object] = {"step": step, "match": match or None, "order": order, "legend": LEGEND_COLUMNS}
-        choices["dark"] = "true" if dark else None
+        choices: dict[str, object] = {"step": step, "bucket": bucket or None, "match": match or None, "order": order}
+        choices |= {"legend": LEGEND_COLUMNS, "dark": "true" if dark else None}
         query = _query(rank=rank, first=first, last=last)
         query |= {key: str(value) for key, value in choices.items() if value is not None}
         path = f"/runs/{self.name}/figures/{quote(name, safe='')}"

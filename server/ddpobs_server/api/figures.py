@@ -71,6 +71,13 @@ def _selection(
     steps: StepRangeDep,
     rank: RankQuery = None,
     step: Annotated[int | None, Query(ge=0, le=2**62 - 1, description="The step of the figure `step`.")] = None,
+    bucket: Annotated[
+        str,
+        Query(
+            pattern=r"^(\d{1,7}\.\d{1,7})?$",
+            description="The bucket that the figure `step` is about, as MODULE.BUCKET.",
+        ),
+    ] = "",
     match: Annotated[
         str, Query(max_length=200, description="Ranks, ranges of ranks, or a part of a host's name.")
     ] = "",
@@ -78,7 +85,7 @@ def _selection(
     dark: Annotated[bool, Query(description="Colours of a dark page.")] = False,
     legend: Annotated[int, Query(ge=1, le=9, description="Columns of a legend.")] = 9,
 ) -> Selection:
-    return Selection(steps.first, steps.last, rank, step, match, order, dark, legend)
+    return Selection(steps.first, steps.last, rank, step, bucket, match, order, dark, legend)
 
 
 FigureName = Annotated[

@@ -4,7 +4,7 @@ Write `kinds/NAME.py`; no other file changes. NAME is the figure's name in the R
 
 - `TITLE`, its heading;
 - `PLACE`, which orders the figures on the page and in the report;
-- `SELECTION`, those of the parameters `from`, `to`, `rank`, `step`, `match` and `order` that it depends on;
+- `SELECTION`, those of the parameters `from`, `to`, `rank`, `step`, `bucket`, `match` and `order` that it depends on;
 - `make(data: FigureData, selection: Selection) -> Picture`.
 
 Its tests go to `tests/server/page/`. `/api/v1/figures` lists the figures; the page, the report and the notebook follow

@@ -59,6 +59,7 @@ class Selection:
         last: Last step.
         rank: The rank of the phases, and the first row of the step.
         step: The step.
+        bucket: The bucket that the step is about, as MODULE.BUCKET; empty for all.
         match: Ranks or hosts, see `RankFilter`.
         order: Order of the ranks.
         dark: Whether the page is dark.
@@ -69,6 +70,7 @@ class Selection:
     last: int | None = None
     rank: int | None = None
     step: int | None = None
+    bucket: str = ""
     match: str = ""
     order: Order = "cost"
     dark: bool = False

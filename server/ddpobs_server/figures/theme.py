@@ -34,7 +34,6 @@ HATCHES = {"waiting": {"hatch_pattern": "right_diagonal_line", "hatch_color": "#
 """Hatch of a part that its colour alone would not tell from the others."""
 COMPUTE, MOVING = PART_COLORS["backward"], PART_COLORS["exposed_comm"]
 WAITING_STYLE = {"fill_color": PART_COLORS["waiting"], **HATCHES["waiting"]}
-SPREAD = PART_COLORS["forward"]
 
 
 @dataclass(frozen=True)

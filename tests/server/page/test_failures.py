@@ -73,7 +73,7 @@ def test_the_page_of_a_run_that_hangs_shows_place_and_stack(browser: Any, url: s
     assert cell.startswith(f"stuck for 14 s at data.py:31 {EVIL}: data, step 7, bucket 0.0 (")
     assert visit.page.locator("#attempts tbody tr").count() == 1
     settle(visit)
-    assert visit.page.locator("#figure-overview .summary").inner_text().endswith("One finding is after these steps.")
+    assert visit.page.locator("#figure-phases .summary").inner_text().endswith("One finding is after these steps.")
     assert visit.errors == []
     assert visit.page.title() == "hung · ddpobs"
 

@@ -42,7 +42,7 @@ def test_a_figure_is_drawn_in_a_notebook_without_the_collector(
 
 def test_each_figure_is_one_page_and_can_be_saved(url: str, tmp_path: Path) -> None:
     run = Client(url).run("picture")
-    assert run.figures == ["account", "overview", "phases", "ranks", "step", "buckets"]
+    assert run.figures == ["account", "phases", "ranks", "step", "buckets"]
     assert set(run.figures) == set(NAMES)
     for name in run.figures:
         figure = run.figure(name, rank=1, first=10, last=19, match="0-1", order="rank", dark=True)

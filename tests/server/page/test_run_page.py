@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from ddpobs_server.figures.registry import NAMES
@@ -15,6 +16,7 @@ from ddpobs_server.figures.registry import NAMES
 from ddpobs import wire
 from ddpobs.shared.words import LABELS, finding_lines
 from tests.support.analysis.scenario import with_columns
+from tests.support.columns import make_spans
 from tests.support.server import batches
 from tests.support.server.browsing import (
     EVIL,
@@ -48,7 +50,7 @@ def test_the_figures_show_the_slow_rank(browser: Any, url: str) -> None:
     assert column(visit, "ranks", "cells", "delay") == pytest.approx([30.0] * (STEPS - 1) + [0.0] * (STEPS - 1))
     assert column(visit, "phases", "bins", "backward") == [35.0] * STEPS
     assert "Rank 1 was last, 30 ms after" in summary(visit, "step")
-    assert column(visit, "overview", "findings", "verdict")[0].startswith("Rank 1 is slow")
+    assert column(visit, "phases", "findings", "verdict")[0].startswith("Rank 1 is slow")
     assert visit.page.locator("#processes tbody tr").count() == 2
     assert visit.errors == []
     assert all(address.startswith(url) for address in visit.requests)
@@ -87,6 +89,28 @@ def test_a_step_shows_compute_waiting_and_moving_apart(browser: Any, url: str) -
     assert visit.page.locator("#step").input_value() == "7"
 
 
+def test_a_step_is_about_the_selected_bucket(browser: Any, url: str) -> None:
+    visit = drawn(browser, f"{url}/runs/picture?step=7&bucket=0.1")
+    assert column(visit, "step", "chosen comm", "rank") == [0, 1]
+    assert column(visit, "step", "chosen comm", "right") == pytest.approx([63, 63])
+    # It takes 23 ms of a step of 70: enough to be seen in the whole step.
+    assert axis(visit, "step") == pytest.approx([-0.7, 70.7])
+    assert summary(visit, "step").endswith("No rank waits at bucket 0.1.")
+
+
+def axis(visit: Visit, figure: str) -> list[float]:
+    """Both ends of a figure's horizontal axis."""
+    ends: list[float] = visit.page.evaluate(
+        """(figure) => {
+          const roots = Bokeh.documents.map((document) => document.roots()[0]);
+          const { x_range } = roots.find(({ name }) => name === figure);
+          return [x_range.start, x_range.end];
+        }""",
+        figure,
+    )
+    return ends
+
+
 def test_tags_and_note_are_edited_and_another_run_is_chosen_to_compare_with(browser: Any, url: str) -> None:
     put(url, msgspec.structs.replace(batch("labelled", 0, slow=False, host="node"), world_size=1))
     visit = drawn(browser, f"{url}/runs/labelled")
@@ -113,7 +137,7 @@ def test_a_click_on_a_finding_selects_it_and_its_link_restores_the_view(browser:
     settle(visit)
     assert visit.page.url == f"{url}/runs/picture?steps=1-{STEPS - 1}&rank=1&bucket=0.0&finding=straggler-1"
     assert summary(visit, "phases").startswith("Steps 1 to 59 of rank 1: 70 ms a step; backward 7")
-    assert mark(visit, "overview", "selection") == [1, STEPS, None]
+    assert mark(visit, "phases", "selection") == [1, STEPS, None]
     other = drawn(browser, visit.page.url)
     assert other.page.locator(".finding.chosen").count() == 1
     assert other.page.locator("#rank").input_value() == "1"
@@ -140,7 +164,9 @@ def test_a_click_on_a_figure_selects_its_rank_and_step(browser: Any, url: str) -
     visit.page.locator("#steps").fill("10-19")
     visit.page.locator("#steps").press("Enter")
     settle(visit)
-    assert column(visit, "phases", "bins", "first") == list(range(10, 20))
+    assert column(visit, "phases", "bins", "first") == list(range(30))  # With ten steps before and after them.
+    assert mark(visit, "phases", "selection") == [10, 20, None]
+    assert summary(visit, "phases").startswith("Steps 10 to 19 of rank 0")
 
 
 def test_of_many_ranks_each_can_be_found(browser: Any, url: str) -> None:
@@ -151,7 +177,12 @@ def test_of_many_ranks_each_can_be_found(browser: Any, url: str) -> None:
     assert column(visit, "ranks", "cells", "rank")[0] == slow
     assert f": 64 of {many} ranks (the slowest first)" in summary(visit, "step")
     assert slow in column(visit, "step", "compute", "rank")
-    visit.page.locator("#rows").select_option("1")
+    visit.page.locator("#order").select_option("rank")
+    visit.page.locator("#rank").fill(str(slow))
+    visit.page.locator("#rank").press("Enter")
+    settle(visit)
+    assert column(visit, "ranks", "rows", "top") == [slow - 0.5]
+    assert visit.page.locator("#rows").input_value() == "1"  # The part in which its row is seen.
     visit.page.locator("#match").fill("5, 90-99")
     visit.page.locator("#match").press("Enter")
     settle(visit)
@@ -167,6 +198,28 @@ def shifted(payload: wire.Batch, offset: int) -> wire.Batch:
     steps = with_columns(payload.steps, step=payload.steps.step + offset)
     spans = with_columns(payload.spans, step=payload.spans.step + offset)
     return msgspec.structs.replace(payload, steps=steps, spans=spans)
+
+
+def test_a_bucket_of_many_is_seen_with_what_is_around_it(browser: Any, url: str) -> None:
+    """Sixteen buckets, each reduced in 1 ms as soon as it is full."""
+    count, step, ready_ns = 16, np.repeat(np.arange(STEPS), 16), 11 * MS + np.tile(np.arange(16), STEPS) * MS
+    parameters = [wire.Parameter(name="w", size=1)]
+    buckets = [wire.Bucket(size_bytes=4, dtype="float32", parameters=parameters)] * count
+    for rank in range(2):
+        payload = msgspec.structs.replace(batch("sixteen", rank, slow=False, host="node"), unused=[], events=[])
+        began = 10**12 * (rank + 1) + step * 70 * MS
+        spans = make_spans(
+            step=step,
+            bucket=np.tile(np.arange(count), STEPS),
+            ready_ns=began + ready_ns,
+            launched_ns=began + ready_ns,
+            started_ns=wire.UNKNOWN,
+            done_ns=began + ready_ns + MS,
+        )
+        layout = wire.Layout(module=0, name="model", revision=0, comm="all_reduce", buckets=buckets)
+        put(url, msgspec.structs.replace(payload, spans=spans, layouts=[layout]))
+    left, right = axis(drawn(browser, f"{url}/runs/sixteen?step=7&bucket=0.9"), "step")
+    assert 0 < left < 20 < right < 30
 
 
 _FOCUSED = """() => {
@@ -246,7 +299,7 @@ def test_a_spike_beyond_the_axis_is_marked(browser: Any, url: str) -> None:
     longer = with_columns(payload.steps, end_ns=payload.steps.end_ns + late, other_ns=payload.steps.other_ns + late)
     put(url, msgspec.structs.replace(payload, steps=longer))
     visit = drawn(browser, f"{url}/runs/spike")
-    assert column(visit, "overview", "longer", "time") == [5100]
+    assert column(visit, "phases", "longer", "time") == [5100]
     assert column(visit, "phases", "longer", "x") == [20.5]
 
 

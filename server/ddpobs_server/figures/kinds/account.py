@@ -19,6 +19,8 @@ from ddpobs_server.figures.theme import HATCHES, PART_COLORS, PART_TITLES, Theme
 
 NAME, TITLE = "account", "Where the time went"
 PLACE, SELECTION = 1, ()
+_MIN_SHARE = 0.0005
+"""A smaller share would be written as 0.0 %."""
 GROUPS = {
     "start_up": ("start-up", "#cc79a7", " "),
     "steps": ("steps", "", " "),
@@ -37,7 +39,8 @@ def make(data: FigureData, selection: Selection) -> Picture:
 
 def account(response: Mapping[str, Any], theme: Theme) -> Picture:
     """Draw the parts of an account, in the form of the REST API."""
-    parts = [part for group in GROUPS for part in response["parts"] if part["group"] == group and part["rank_ns"] > 0]
+    ordered = [part for group in GROUPS for part in response["parts"] if part["group"] == group]
+    parts = [part for part in ordered if part["share"] >= _MIN_SHARE]
     if not parts:
         return Picture(NAME, TITLE, "No time is accounted for yet.")
     by_size = sorted(parts, key=lambda part: -part["rank_ns"])

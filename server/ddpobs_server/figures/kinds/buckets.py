@@ -20,7 +20,7 @@ from ddpobs_server.figures.selection import Selection
 from ddpobs_server.figures.theme import COMPUTE, MOVING, PART_TITLES, WAITING_STYLE, Theme, theme_of
 
 NAME, TITLE = "buckets", "Buckets"
-PLACE, SELECTION = 6, ("from", "to")
+PLACE, SELECTION = 5, ("from", "to")
 _MAX_BUCKETS = 100
 """Buckets that are drawn: those that take the longest."""
 _MAX_TICKS = 40
@@ -60,12 +60,14 @@ def buckets(times: BucketTimes | None, names: Buckets, theme: Theme) -> Picture:
     longest_ns = np.maximum(times.wait_ns + times.move_ns, times.compute_ns)
     drawn = np.sort(np.argsort(-longest_ns, kind="stable")[:_MAX_BUCKETS])
     bars = _bars(times, names, drawn)
-    columns = ("label", "size", "compute", "wait", "move", "fitted", "bandwidth")
+    times_of = {"compute": "compute", "wait": "waiting", "move": "moving", "fitted": "by the fit"}
+    shown_times = {name: title for name, title in times_of.items() if bars[name].any()}
+    columns = ("label", "size", *shown_times, "bandwidth")
     rows = [
         (label, size, *(milliseconds(ms * 1e6) for ms in values), f"{bandwidth:.3g} GB/s")
         for label, size, *values, bandwidth in zip(*(bars[name] for name in columns), strict=True)
     ]
-    heads = ("bucket", "size", "compute", "waiting", "moving", "by the fit", "bandwidth")
+    heads = ("bucket", "size", *shown_times.values(), "bandwidth")
     shown = {"first": times.first, "last": times.last}
     return Picture(NAME, TITLE, _summary(times, bars), _draw(bars, theme), heads, rows, shown)
 

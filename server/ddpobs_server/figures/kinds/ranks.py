@@ -13,19 +13,19 @@ from bokeh.models import (
     PrintfTickFormatter,
     Range1d,
 )
-from bokeh.models.annotations import BoxAnnotation, ColorBar
+from bokeh.models.annotations import ColorBar
 from bokeh.plotting import figure
 
 from ddpobs.shared.words import format_ranks, percent
 from ddpobs_server.analysis.slow_ranks.delay_map import DelayMap
-from ddpobs_server.figures.canvas import FONT, steps_plot
+from ddpobs_server.figures.canvas import FONT, add_quads, steps_plot
 from ddpobs_server.figures.figure_data import FigureData
 from ddpobs_server.figures.picture import Picture, milliseconds
 from ddpobs_server.figures.selection import RankFilter, Selection
 from ddpobs_server.figures.theme import Theme, theme_of
 
 NAME, TITLE = "ranks", "Delay that each rank caused"
-PLACE, SELECTION = 4, ("from", "to", "match", "order")
+PLACE, SELECTION = 3, ("from", "to", "match", "order")
 _MAX_INTERVALS = 300
 """Intervals of steps into which the delays are summed."""
 MAX_RANKS = 1024
@@ -33,8 +33,8 @@ WINDOW = 64
 """Rows that are seen at first: more would be too thin to be seen."""
 _MAX_COLUMNS = 400
 """Columns of the picture."""
-ROW = "rank"
-"""Name of the mark of the selected rank."""
+ROWS = "rows"
+"""Name of the source of the marks of ranks, which the page fills."""
 _MIN_SCALE_MS = 0.1
 """The scale ends at least here, so that noise does not look like a delay."""
 
@@ -125,7 +125,9 @@ def _draw(table: DelayMap, scale_ms: float, theme: Theme) -> figure:
     bar.background_fill_color, bar.major_label_text_color, bar.title_text_color = theme.paper, theme.muted, theme.muted
     bar.major_label_text_font = bar.title_text_font = FONT
     plot.add_layout(bar, "right")
-    plot.add_layout(BoxAnnotation(name=ROW, visible=False, fill_alpha=0, line_color=theme.ink, line_width=2))
+    rows = ColumnDataSource({"top": [], "bottom": []}, name=ROWS)
+    for color, width in ((theme.paper, 6), (theme.ink, 3)):  # Seen on any colour of the cells.
+        add_quads(plot, rows, (first, end, "top", "bottom"), fill_color=None, line_color=color, line_width=width)
     plot.yaxis.ticker = AdaptiveTicker(min_interval=1)
     plot.yaxis.major_label_overrides = {row: str(rank) for row, rank in enumerate(table.ranks.tolist())}
     plot.yaxis.axis_label = "rank"

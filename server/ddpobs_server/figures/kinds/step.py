@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from bokeh.models import (
     BasicTicker,
     BoxZoomTool,
@@ -40,7 +41,7 @@ from ddpobs_server.figures.theme import (
 from ddpobs_server.reports.views import StepTimeline
 
 NAME, TITLE = "step", "One step"
-PLACE, SELECTION = 5, ("from", "to", "rank", "step", "match")
+PLACE, SELECTION = 4, ("from", "to", "rank", "step", "bucket", "match")
 _MAX_SPANS, _MAX_RANKS, _MAX_ARROWS = 8000, 64, 200
 _MIN_STEP_SHARE, _MIN_LONGEST_SHARE = 0.02, 0.25
 """The shortest wait that has an arrow: as a share of the step, and of the step's longest wait."""
@@ -52,6 +53,9 @@ ARROWS = "arrows"
 """Name of the arrows' source."""
 _LANES = {"phase": (0.05, 0.3), "compute": (0.35, 0.6), "comm": (0.65, 0.9)}
 """Lanes of a rank's row, from its top."""
+_SMALL_SHARE = 0.2
+"""A bucket that takes a smaller part of the step is drawn with as much time before and after it."""
+Bools = npt.NDArray[np.bool_]
 Rows = tuple[dict[int, int], int]
 """Row of each drawn rank, and the time at the left end of the axis."""
 _SIDES = ("left", "right", "top", "bottom")
@@ -65,10 +69,10 @@ def make(data: FigureData, selection: Selection) -> Picture:
     known = [rank for rank in dict.fromkeys([*timeline.by_own_time, *sorted(hosts)]) if shown.includes(rank)]
     if selection.rank in known:
         known = [selection.rank, *(rank for rank in known if rank != selection.rank)]
-    return step(timeline, known, data.buckets(), theme_of(selection))
+    return step(timeline, known, data.buckets(), theme_of(selection), selection.bucket)
 
 
-def step(timeline: StepTimeline, ranks: list[int], buckets: Buckets, theme: Theme) -> Picture:
+def step(timeline: StepTimeline, ranks: list[int], buckets: Buckets, theme: Theme, bucket: str = "") -> Picture:
     """Draw the step of some ranks.
 
     Args:
@@ -76,6 +80,7 @@ def step(timeline: StepTimeline, ranks: list[int], buckets: Buckets, theme: Them
         ranks: The ranks in order from the top; those without data are left out.
         buckets: Facts of the buckets.
         theme: Colours.
+        bucket: Name of the bucket that is outlined; empty for none.
     """
     present = set(timeline.phases.rank.tolist()) | set(timeline.spans.rank.tolist())
     if not present:
@@ -96,6 +101,7 @@ def step(timeline: StepTimeline, ranks: list[int], buckets: Buckets, theme: Them
     end = max(_draw_phases(plot, timeline, rows_of, theme), _draw_spans(plot, timeline, rows_of, buckets, theme))
     plot.x_range.start, plot.x_range.end = -0.01 * end, 1.01 * end  # type: ignore[attr-defined]
     plot.x_range.bounds = (-0.1 * end, 1.1 * end)  # type: ignore[attr-defined]
+    _outline(plot, timeline.spans, rows_of, bucket, theme)
     _draw_arrows(plot, timeline.spans, rows_of, end, theme)
     add_legend(plot, theme)
     which = " (the slowest first)" if len(drawn) < len(matching) else ""
@@ -104,7 +110,7 @@ def step(timeline: StepTimeline, ranks: list[int], buckets: Buckets, theme: Them
     if late_rank is not None:
         delay = f"was last, {milliseconds(timeline.delay_ns)} after the others' median."
         summary += f" Rank {late_rank} {delay}" if timeline.delay_ns >= _MIN_WAIT_NS else " No rank was late."
-    summary += _longest_wait(timeline)
+    summary += _longest_wait(timeline.spans, bucket)
     absent = sorted(set(ranks) - present)
     if absent:
         summary += f" No data of {format_ranks(absent)}."
@@ -238,14 +244,41 @@ def _draw_arrows(plot: figure, spans: BucketSpans, rows_of: Rows, end_ms: float,
     add_hover(plot, [dots], ("the last to arrive", "rank @late"))
 
 
-def _longest_wait(timeline: StepTimeline) -> str:
-    """Return a sentence about the longest wait."""
-    spans = timeline.spans
-    row = int(np.argmax(spans.waiting_ns)) if len(spans.rank) else 0
-    if not len(spans.rank) or spans.waiting_ns[row] < _MIN_WAIT_NS:
+def _of_bucket(spans: BucketSpans, bucket: str) -> Bools:
+    """Return for each span whether it is of this bucket."""
+    places = zip(spans.module.tolist(), spans.bucket.tolist(), strict=True)
+    return np.array([bucket_name(*place) == bucket for place in places], np.bool_)
+
+
+def _outline(plot: figure, spans: BucketSpans, rows_of: Rows, bucket: str, theme: Theme) -> None:
+    """Outline the bucket on each rank. If it takes a small part of the step, begin with this part."""
+    row, origin = rows_of
+    rows = np.flatnonzero(_of_bucket(spans, bucket) & np.isin(spans.rank, list(row)))
+    if not len(rows):
+        return
+    edges = {"compute": (spans.computing_ns, spans.ready_ns), "comm": (spans.begun_ns, spans.done_ns)}
+    for lane, (begin, end) in edges.items():
+        times = {"left": (begin[rows] - origin) / 1e6, "right": (end[rows] - origin) / 1e6}
+        source = ColumnDataSource(_lane(spans.rank[rows], row, lane) | times, name=f"chosen {lane}")
+        add_quads(plot, source, _SIDES, fill_color=None, line_color=theme.ink, line_width=2.5)
+    left = float((spans.computing_ns[rows] - origin).min()) / 1e6
+    right = float((spans.done_ns[rows] - origin).max()) / 1e6
+    if right - left < (plot.x_range.end - plot.x_range.start) * _SMALL_SHARE:  # type: ignore[attr-defined]
+        margin = right - left
+        plot.x_range.start, plot.x_range.end = left - margin, right + margin  # type: ignore[attr-defined]
+
+
+def _longest_wait(spans: BucketSpans, bucket: str) -> str:
+    """Return a sentence about the longest wait, of the selected bucket if it has a span."""
+    if not len(spans.rank):
         return ""
+    own = _of_bucket(spans, bucket)
+    waiting_ns = np.where(own, spans.waiting_ns, 0) if own.any() else spans.waiting_ns
+    row = int(np.argmax(waiting_ns))
+    if waiting_ns[row] < _MIN_WAIT_NS:
+        return f" No rank waits at bucket {bucket}." if own.any() else ""
     name, late = bucket_name(int(spans.module[row]), int(spans.bucket[row])), spans.rank[spans.late_rows()[row]]
-    wait = milliseconds(spans.waiting_ns[row])
+    wait = milliseconds(waiting_ns[row])
     return f" The longest wait is rank {spans.rank[row]}'s at bucket {name}: {wait} for rank {late}."
 
 

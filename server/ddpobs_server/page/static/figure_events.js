@@ -1,19 +1,18 @@
 // What a click or a drag in a figure selects. `choose` changes the selection, `select` selects a finding.
 
 import { byId, element } from "./elements.js";
-import { markPointer, shown, views } from "./run_figures.js";
+import { markPointer, showRows, shown, views } from "./run_figures.js";
 import { state } from "./run_state.js";
 
 // Step under a position of a figure over steps.
 const stepAt = (x) => String(Math.max(0, Math.floor(x)));
 
 export function followFigures(choose, select) {
-  for (const name of ["overview", "phases", "ranks"]) {
+  for (const name of ["phases", "ranks"]) {
     views[name].onSelect = (x0, x1) => x1 - x0 >= 1 && choose({ steps: `${stepAt(x0)}-${stepAt(x1)}`, finding: "" });
     views[name].onPoint = (x) => markPointer(name, x);
   }
-  views.overview.onTap = (x, y) => tapOverview(x, y, choose, select);
-  views.phases.onTap = (x) => choose({ step: stepAt(x) });
+  views.phases.onTap = (x, y) => tapPhases(x, y, choose, select);
   views.ranks.onTap = (x, y) => choose({ step: stepAt(x), rank: String(shown("ranks").ranks[Math.round(y)] ?? "") });
   views.step.onTap = (x, y) => tapStep(x, y, choose);
   views.buckets.onTap = (x) => {
@@ -21,7 +20,9 @@ export function followFigures(choose, select) {
     if (label !== undefined) choose({ bucket: String(label) });
   };
   views.ranks.onDrawn = offerRows;
-  byId("rows").addEventListener("change", ({ target: { value } }) => showRows(value));
+  byId("rows").addEventListener("change", ({ target: { value } }) =>
+    showRows(value === "all" ? null : Number(value) * shown("ranks").window),
+  );
 }
 
 // The row of a source of rectangles that is at a place; -1 if none is.
@@ -31,8 +32,8 @@ function hitRow({ left, right, top, bottom }, x, y) {
   });
 }
 
-function tapOverview(x, y, choose, select) {
-  const { data } = views.overview.named("findings");
+function tapPhases(x, y, choose, select) {
+  const { data } = views.phases.named("findings");
   const row = hitRow({ left: data.from, right: data.right, top: data.lane_top, bottom: data.lane_bottom }, x, y);
   const index = row < 0 ? -1 : data.finding[row];
   const finding = state.diagnosis.findings[index];
@@ -60,11 +61,4 @@ function offerRows() {
   });
   byId("rows").parentElement.hidden = parts < 2;
   byId("rows").replaceChildren(...options, element("option", { value: "all" }, "all"));
-}
-
-function showRows(part) {
-  const { ranks, window } = shown("ranks");
-  const first = part === "all" ? 0 : Number(part) * window;
-  const last = part === "all" ? ranks.length : Math.min(first + window, ranks.length);
-  views.ranks.model.y_range.setv({ start: last - 0.5, end: first - 0.5 });
 }

@@ -20,6 +20,7 @@ export function offerTrace([first, last], address, title, hasViewer) {
       save.href = target();
     } catch (error) {
       event.preventDefault();
+      event.stopImmediatePropagation();
       steps.setCustomValidity(error.message);
       steps.reportValidity();
     }
