@@ -9,6 +9,10 @@ Pairs of equal runs are also drawn from the recorded steps of one launch: blocks
 order, so that a step depends on the steps before it as in the training. In half of the pairs one phase of the second
 run is made 5 % longer. A second table has the same steps with their deviations from the mean scaled to 5 %: a machine
 without other programs. With `--keep` the recorded database stays in the folder, and is used again.
+
+    python -m benchmarks.compare --halves
+
+compares the halves of the balanced runs in `benchmarks/diagnosis/runs.npz`: few steps, on a machine that was loaded.
 """
 
 from __future__ import annotations
@@ -21,14 +25,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ddpobs_server.analysis.comparison.compare import RunTimes, compare
+from ddpobs_server.analysis.comparison.compare import WARM_UP, RunTimes, compare
 from ddpobs_server.analysis.statistics.dependent_mean import dependent_mean
 from ddpobs_server.analysis.steps.joined_steps import Floats
-from ddpobs_server.reports.compare import Side, compare_json, read_times
+from ddpobs_server.reports.compare import Side, compare_json, read_times, run_times
 from ddpobs_server.store import Store
 
+from benchmarks.diagnosis.replay import RUNS, load
 from benchmarks.rig.collector import collector
 from benchmarks.rig.training import train
+from ddpobs.wire import Ints
 
 SLOWER, LIMIT, PHASE = 1.05, 0.03, "backward"
 COUNTS = (100, 500, 1000, 2000, 4000)
@@ -121,6 +127,37 @@ def measure(folder: Path, pairs: int) -> dict[str, Any]:
     }
 
 
+def halves() -> None:
+    """Print how often the halves of balanced runs differ, and how often a second half that takes longer is found."""
+    counts = dict.fromkeys(("compared", "differ", "of these disturbed", "over the limit"), 0)
+    found = dict.fromkeys((1.2, 1.5, 2.2), 0)
+    lengths = []
+    for run in load(RUNS):
+        if run.expected is None:
+            times = run_times(run.evidence.steps.select(np.lexsort((run.evidence.rank, run.evidence.steps.step))))
+            rows = np.flatnonzero(times.step >= WARM_UP)
+            half = len(rows) // 2
+            lengths.append(half)
+            first, second = (_part(times, rows[begin : begin + half], 1.0) for begin in (0, half))
+            result = compare(first, second)
+            counts["compared"] += 1
+            counts["differ"] += result.changes[0].verdict in ("slower", "faster")
+            counts["of these disturbed"] += result.is_disturbed
+            counts["over the limit"] += result.is_decided(LIMIT) and bool(result.exceeded(LIMIT))
+            for factor in found:
+                longer = compare(first, _part(times, rows[half : 2 * half], factor))
+                found[factor] += longer.changes[0].verdict == "slower"
+    print(f"halves of {min(lengths)} to {max(lengths)} steps, median {np.median(lengths):.0f}")
+    print(", ".join(f"{name} {count}" for name, count in counts.items()))
+    print(", ".join(f"{factor} times as long: {hits} found" for factor, hits in found.items()))
+
+
+def _part(times: RunTimes, rows: Ints, factor: float) -> RunTimes:
+    """Return some steps, each `factor` as long, numbered from the first that is not left out."""
+    phases = {name: factor * values[rows] for name, values in times.phases_ns.items()}
+    return RunTimes(np.arange(len(rows)) + WARM_UP, factor * times.step_ns[rows], phases, times.run_delay_ns[rows])
+
+
 def print_tables(figures: dict[str, Any]) -> None:
     """Print the figures."""
     print(
@@ -151,7 +188,11 @@ def main() -> None:
     parser.add_argument("--keep", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--smoke", action="store_true", help="few steps, to see that it runs")
+    parser.add_argument("--halves", action="store_true", help="compare the halves of kept runs instead")
     options = parser.parse_args()
+    if options.halves:
+        halves()
+        return
     launches, steps, times = (2, 300, 5) if options.smoke else (options.launches, options.steps, options.times)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)

@@ -134,6 +134,9 @@ def load(file: Path) -> Iterator[Run]:
     stored = np.load(file)
     for name, expected in json.loads(str(stored["index"])):
         rank, *columns = np.cumsum(stored[name], axis=1)
+        defaults = list(wire.Steps.defaults.values())
+        added_since = defaults[len(defaults) + len(columns) - len(wire.Steps.ranges) :]
+        columns += [np.full(len(rank), default) for default in added_since]
         steps = wire.Steps.from_table(np.array(columns))
         evidence = Evidence(rank=rank, steps=steps, joined=join(rank, steps))
         yield Run(name, Expected(**expected) if expected else None, evidence)

@@ -128,6 +128,11 @@ def read_times(store: Store, run: str, attempt: str, sources: list[Source]) -> R
         _, steps = store.steps(run, attempt, None, max(0, last - count + 1), last)
     except TooManyRowsError:
         _, steps = store.steps(run, attempt, None, last + 1, last + 1)
+    return run_times(steps)
+
+
+def run_times(steps: wire.Steps) -> RunTimes:
+    """Return the times of steps, which are ordered by step, without buckets."""
     means = mean_over_ranks(steps)
     begins = np.flatnonzero(np.diff(steps.step, prepend=-1))
     delay = np.maximum(steps.run_delay_ns, 0)
