@@ -115,19 +115,10 @@ def _table(changes: list[dict[str, Any]]) -> list[str]:
 
 def _limit_verdict(response: dict[str, Any]) -> tuple[str, int]:
     """Return a sentence on the limit, and the exit code."""
-    limit, names = f"{100 * response['limit']['ratio']:.3g} %", response["limit"]["exceeded"]
-    if not response["limit"]["decided"]:
-        return f"limit {limit}: not decided{_why_undecided(response)}", _UNDECIDED
-    if names:
-        return f"limit {limit}: exceeded by {', '.join(names)}", BAD_STATE
-    return f"limit {limit}: kept", 0
+    limit = response["limit"]
+    code = (BAD_STATE if limit["exceeded"] else 0) if limit["decided"] else _UNDECIDED
+    return f"limit {100 * limit['ratio']:.3g} %: {limit['words']}", code
 
 
 def _short(title: str) -> str:
     return title if len(title) <= _MAX_TITLE else f"{title[: _MAX_TITLE - 2]} …"
-
-
-def _why_undecided(response: dict[str, Any]) -> str:
-    if response["too_few"]:
-        return ", too few steps"
-    return ", other programs may be the cause" if response["disturbed"] else ", the interval of the step spans it"

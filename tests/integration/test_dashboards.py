@@ -228,6 +228,7 @@ def test_the_table_of_findings_names_the_slow_rank_its_phase_and_the_gain(promet
     rows = evaluate(prometheus, with_values(dict(queries())["Findings"]))
     (slow,) = [row for row in rows if row["metric"]["code"] == "straggler"]
     assert slow["metric"]["title"].startswith(f"Rank {SLOW_RANK} ")
+    assert all(row["metric"]["order"] in "123" for row in rows)
     assert is_about_the_slow_rank({"alertname": "DdpobsStraggler", **slow["metric"]})
     assert float(slow["value"][1]) > 0.1
 

@@ -72,6 +72,7 @@ class Limit(TypedDict):
 
     ratio: Annotated[float, doc("The limit: a share of run a's time.")]
     exceeded: Annotated[list[str], doc("The step and the phases of which the whole interval is above the limit.")]
+    words: Annotated[str, doc("The judgement in words: `kept`, `exceeded by step`, `not decided, too few steps`.")]
     decided: Annotated[
         bool, doc("False if the steps are too few or too noisy to judge, or if other programs may explain the change.")
     ]

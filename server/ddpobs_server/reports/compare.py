@@ -13,7 +13,14 @@ from ddpobs import wire
 from ddpobs_server.analysis.comparison import compare
 from ddpobs_server.analysis.comparison import facts as compare_facts
 from ddpobs_server.analysis.comparison.compare import Change, RunTimes
-from ddpobs_server.analysis.comparison.words import change_title, change_words, fact_title, headline, not_the_same_job
+from ddpobs_server.analysis.comparison.words import (
+    change_title,
+    change_words,
+    fact_title,
+    headline,
+    limit_words,
+    not_the_same_job,
+)
 from ddpobs_server.analysis.steps.joined_steps import Floats, mean_over_ranks
 from ddpobs_server.store import Source, Store, TooManyRowsError
 
@@ -70,7 +77,12 @@ def compare_json(store: Store, a: Side, b: Side, limit: float) -> dict[str, Any]
         "confidence": compare.CONFIDENCE,
         "changes": [_change_json(change, step_ns) for change in result.changes],
         "too_few": result.too_few,
-        "limit": {"ratio": limit, "exceeded": result.exceeded(limit), "decided": result.is_decided(limit)},
+        "limit": {
+            "ratio": limit,
+            "exceeded": result.exceeded(limit),
+            "decided": result.is_decided(limit),
+            "words": limit_words(result, limit),
+        },
         "disturbed": result.is_disturbed,
         "differences": [msgspec.structs.asdict(row) | {"title": fact_title(row.name)} for row in differences],
         "findings": compare_facts.findings_that_changed(a.diagnosis["findings"], b.diagnosis["findings"]),

@@ -189,8 +189,11 @@ def test_another_model_or_number_of_ranks_is_not_the_same_job() -> None:
     rows = differences(a, other)
     assert "settings.group_ranks" not in [row.name for row in rows]
     assert not_the_same_job("a", "b", rows) == (
-        "Not the same job: 2 ranks in a, 4 in b; model has 8 bytes of gradients in a, 12 in b; "
-        "model has 2 parameters with gradients in a, 3 in b"
+        "Not the same job: 2 ranks in a, 4 in b; model has 8 bytes of gradients in a, 12 in b"
+    )
+    renamed = facts_of(None, [msgspec.structs.replace(layout(["a"], ["b"]), name="Other")])
+    assert not_the_same_job("a", "b", differences(a, world | renamed)) == (
+        "Not the same job: model model in a, Other in b"
     )
 
 

@@ -53,7 +53,12 @@ def test_a_slower_run_is_compared_by_phase_bucket_and_setting(runs: str) -> None
     assert backward["b_ns"] - backward["a_ns"] == pytest.approx(8 * MS, rel=0.1)
     assert {kind for _, kind in changes} == {"step", "long", "phase", "compute", "comm"}
     assert changes["bucket 1: stem.weight", "comm"]["a_ns"] == 15 * MS
-    assert answer["limit"] == {"ratio": 0.05, "exceeded": ["step", "backward"], "decided": True}
+    assert answer["limit"] == {
+        "ratio": 0.05,
+        "exceeded": ["step", "backward"],
+        "decided": True,
+        "words": "exceeded by step, backward",
+    }
     title = "setting bucket_cap_mb"
     assert answer["differences"] == [{"name": "settings.bucket_cap_mb", "title": title, "a": 25, "b": 1}]
     assert answer["not_the_same_job"] == ""

@@ -57,15 +57,31 @@ def headline(b: str, result: Comparison) -> str:
     return f"{words[0].upper()}{words[1:]}: {times}" if step.verdict == "same" else f"{b} is {words}: {times}"
 
 
+def limit_words(result: Comparison, limit: float) -> str:
+    """Whether a limit holds, in words: `kept`, `exceeded by step, backward`, `not decided, too few steps`."""
+    if result.is_decided(limit):
+        names = [name.replace("exposed_comm", "exposed communication") for name in result.exceeded(limit)]
+        return f"exceeded by {', '.join(names)}" if names else "kept"
+    if result.too_few:
+        return "not decided, too few steps"
+    reason = "other programs may be the cause" if result.is_disturbed else "the interval of the step spans it"
+    return f"not decided, {reason}"
+
+
 def not_the_same_job(a: str, b: str, differences: Sequence[Difference]) -> str:
     """A sentence if the number of ranks or the model differs: their times are not comparable. Else empty."""
-    reasons = []
-    for each in differences:
-        module, _, fact = each.name.removeprefix("layout.").rpartition(".")
-        if each.name == "world_size":
-            reasons.append(f"{each.a} ranks in {a}, {each.b} in {b}")
-        elif each.name.startswith("layout.") and fact in _JOB:
-            reasons.append(f"{module} has {_value(each.a)} {_OF_MODULE[fact]} in {a}, {_value(each.b)} in {b}")
+    reasons = [f"{each.a} ranks in {a}, {each.b} in {b}" for each in differences if each.name == "world_size"]
+    facts = {each.name.removeprefix("layout."): each for each in differences if each.name.startswith("layout.")}
+    sizes = {
+        name.rpartition(".")[0]: each for fact in _JOB for name, each in facts.items() if name.endswith(f".{fact}")
+    }
+    only_a, only_b = ([name for name, each in sizes.items() if getattr(each, other) is None] for other in ("b", "a"))
+    if only_a or only_b:
+        reasons.append(f"model {', '.join(only_a) or 'none'} in {a}, {', '.join(only_b) or 'none'} in {b}")
+    for module, each in sizes.items():
+        if module not in only_a + only_b:
+            what = _OF_MODULE[each.name.rpartition(".")[2]]
+            reasons.append(f"{module} has {each.a:,} {what} in {a}, {each.b:,} in {b}")
     return f"Not the same job: {'; '.join(reasons)}" if reasons else ""
 
 
@@ -83,10 +99,6 @@ def fact_title(name: str) -> str:
     if group == "layout":
         return f"{module}: {_OF_MODULE.get(fact, fact)}"
     return {"settings": f"setting {rest}", "versions": f"version of {rest}"}.get(group, name)
-
-
-def _value(value: object) -> str:
-    return "no" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _size(ratio: float) -> str:

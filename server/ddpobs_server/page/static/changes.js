@@ -28,10 +28,6 @@ function range({ low_ratio, high_ratio }) {
   return low_ratio === null ? "–" : `${percent(low_ratio)} to ${percent(high_ratio)}`;
 }
 
-export function phaseTitle(phase) {
-  return phase === "exposed_comm" ? "exposed communication" : phase;
-}
-
 // The rows of a table, with one axis for all: the largest end of an interval.
 export function changeRows(changes) {
   const ends = changes

@@ -1,7 +1,7 @@
 // Two runs compared: run b against run a.
 
 import { get, root } from "./api.js";
-import { changeRows, isOfBucket, phaseTitle } from "./changes.js";
+import { changeRows, isOfBucket } from "./changes.js";
 import { byId, element, notice } from "./elements.js";
 import { severityBadge } from "./finding_parts.js";
 import { runOnce } from "./refresh.js";
@@ -18,8 +18,7 @@ function showVerdict(response) {
     const delays = `Ranks had no processor for ${ms(a.run_delay_ns)} and ${ms(b.run_delay_ns)} of a step`;
     lines.push(`${delays}: other programs on the hosts may be the cause.`);
   }
-  const kept = limit.exceeded.length ? `exceeded by ${limit.exceeded.map(phaseTitle).join(", ")}` : "kept";
-  lines.push(`Limit ${limitPercent(limit)} %: ${limit.decided ? kept : "not decided"}.`);
+  lines.push(`Limit ${limitPercent(limit)} %: ${limit.words}.`);
   const long = `Of them ${a.long_steps} and ${b.long_steps} are long steps, which only the row “long steps” includes.`;
   lines.push(`${a.steps} and ${b.steps} steps are compared. ${long}`);
   const { verdict } = changes[0];
@@ -66,10 +65,14 @@ function showDifferences(differences) {
   byId("differences").tBodies[0].replaceChildren(...rows);
 }
 
+function isShown(change) {
+  return !isOfBucket(change) && (change.a_ns > 0 || change.b_ns > 0 || change.kind === "step");
+}
+
 function show(response) {
   const { a, b, changes, limit } = response;
   showVerdict(response);
-  byId("times").tBodies[0].replaceChildren(...changeRows(changes.filter((change) => !isOfBucket(change))));
+  byId("times").tBodies[0].replaceChildren(...changeRows(changes.filter(isShown)));
   showBuckets(changes.filter(isOfBucket));
   showFindings(response.findings, response);
   showDifferences(response.differences);
