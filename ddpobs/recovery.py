@@ -103,13 +103,14 @@ def _detail(last_place: Place, event_ns: int) -> dict[str, wire.Scalar]:
         detail["oom_kills"] = last_place.oom_kills
     status = last_place.exit_status
     if status is not None and status < 0:
-        detail["signal"] = _signal_name(-status)
+        detail["signal"] = signal_name(-status)
     elif status is not None:
         detail["exit_status"] = status
     return detail
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """Return the name of a signal, such as `SIGKILL`."""
     try:
         return signal.Signals(number).name
     except ValueError:  # A real-time signal.

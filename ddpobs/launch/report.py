@@ -17,7 +17,7 @@ from ddpobs.export.http_sender import Outcome, Response, Sender, pause_s
 from ddpobs.export.spool import Encoded, Spool
 from ddpobs.recording.place.dead_places import Place, places_of_the_dead
 from ddpobs.recording.place.place_file import process_space
-from ddpobs.recovery import encoded
+from ddpobs.recovery import encoded, signal_name
 from ddpobs.shared.words import format_bucket
 
 _TRIES = 3
@@ -77,7 +77,11 @@ def line(config: TelemetryConfig, killed: list[Place], response: Response) -> st
     """A line for the terminal: the rank that ended first with its place, and where the report is."""
     first = killed[0]
     bucket = f", {format_bucket(first.module, first.bucket)}" if first.bucket >= 0 else ""
-    where = f"in {first.phase.replace('exposed_comm', 'exposed communication')} of step {first.step}{bucket}"
+    phase = first.phase.replace("exposed_comm", "exposed communication")
+    where = f"in your loop in step {first.step}" if phase == "other" else f"in {phase} of step {first.step}{bucket}"
+    how = (
+        f"was killed by {signal_name(-status)}" if (status := first.exit_status or 0) < 0 else "ended without an error"
+    )
     others = f"; then {len(killed) - 1} more" if len(killed) > 1 else ""
     if response.outcome is Outcome.FORBIDDEN:
         report = f"the collector rejects the token (DDPOBS_TOKEN): {response.detail}"
@@ -85,4 +89,4 @@ def line(config: TelemetryConfig, killed: list[Place], response: Response) -> st
         report = f"the collector accepts no report, which the next attempt sends: {response.detail}"
     else:
         report = page_address(config.collector, first.identity.run)
-    return f"ddpobs: rank {first.identity.rank} ended without an error {where}{others}: {report}"
+    return f"ddpobs: rank {first.identity.rank} {how} {where}{others}: {report}"

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import dropwhile
 from pathlib import Path
 from statistics import median
 from types import FrameType
@@ -281,7 +282,8 @@ def other_stacks(thread: int) -> dict[str, list[str]]:
             continue
         frames = list(frames_of(other.ident))
         if users_frames(frames):
-            stacks[other.name[:_THREAD_NAME]] = [_frame_text(frame) for frame in reversed(frames)]
+            inner = dropwhile(lambda frame: frame.f_code.co_filename == threading.__file__, reversed(frames))
+            stacks[other.name[:_THREAD_NAME]] = [_frame_text(frame) for frame in inner]
     return stacks
 
 

@@ -23,8 +23,8 @@ _OF_COMMUNICATION = re.compile(r"RuntimeError|Dist\w*Error|Horovod\w+|MpiError|\
 _OWN = "DataLoader"
 """First word of a RuntimeError of torch's loader, which may have timed out too."""
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[^a-z])")
-_SOURCE = re.compile(r"^\[/\S+:\d+\] ")
-"""Line of C++ with which messages of torch's begin."""
+_SOURCE = re.compile(r"\[/\S+:\d+\] ")
+"""Line of C++ in messages of torch's."""
 _NUMBER = re.compile(r"\d+")
 _ERROR_CHARACTERS = 300
 _STAGES = {"start": "before its model was built", "init_process_group": "in init_process_group"}

@@ -136,7 +136,7 @@ def _gave_up(evidence: Evidence, ends: list[End], hang: Hang) -> Finding:
         severity="critical",
         verdict=f"Rank {first.rank} ended in step {first.step}, waiting for {_few(awaited)}",
         measure=first.error if first.kind == "failed" else first.reason,
-        when=format_times(began_ns, first.wall_ns) if is_long else "",
+        when=format_times(began_ns, first.wall_ns, exact=True) if is_long else "",
         cause=hang.cause,
         where=evidence.where(awaited, hang.where),
         remedy=hang.remedy,
@@ -165,7 +165,9 @@ def _end(first: End) -> str:
     if first.kind == "died":
         is_killed = first.facts.signal or first.facts.oom_kills
         return "was killed" if is_killed else "ended without an error"
-    return "lost its connection" if first.is_consequence else "failed"
+    if first.is_consequence:
+        return "did not connect" if first.facts.stage else "lost its connection"
+    return "failed"
 
 
 def _cause(first: End) -> str:

@@ -113,7 +113,7 @@ def _ended(evidence: Evidence, verdict: Hang, end: End) -> Finding:
         finding,
         verdict=verdict.verdict.replace("hangs", "hung", 1),
         measure=f"{verdict.measure}, until {until}",
-        when=format_times(began_ns, ended_ns),
+        when=format_times(began_ns, ended_ns, exact=True),
         intervals=(Interval(*finding.steps, began_ns, ended_ns),),
     )
 

@@ -64,12 +64,19 @@ def format_intervals(intervals: Sequence[Interval]) -> str:
     return f"{words} ({format_times(first.began_ns, last.ended_ns)})"
 
 
-def format_times(began_ns: int, ended_ns: int) -> str:
-    """Return two times in UTC, as exact as they must be to differ: minutes, or seconds; with the date if it differs."""
+def format_times(began_ns: int, ended_ns: int, *, exact: bool = False) -> str:
+    """Return two times in UTC, as exact as they must be to differ: minutes, or seconds; with the date if it differs.
+
+    Args:
+        began_ns: First time, as Unix time.
+        ended_ns: Second time.
+        exact: Seconds where the times are of one day, as for an event.
+    """
     began, ended = (datetime.fromtimestamp(ns / 1e9, UTC) for ns in (began_ns, ended_ns))
     if began.date() != ended.date():
         return f"{began:%Y-%m-%d %H:%M} to {ended:%Y-%m-%d %H:%M} UTC"
-    clock = "%H:%M" if (began.hour, began.minute) != (ended.hour, ended.minute) else "%H:%M:%S"
+    differs = (began.hour, began.minute) != (ended.hour, ended.minute)
+    clock = "%H:%M" if differs and not exact else "%H:%M:%S"
     return f"{began:{clock}} to {ended:{clock}} UTC"
 
 
