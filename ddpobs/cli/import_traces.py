@@ -18,6 +18,8 @@ from ddpobs.client.reader import page_address
 from ddpobs.errors import TraceFileError
 from ddpobs.export.http_sender import Outcome, Sender, pause_s
 from ddpobs.imports import kineto
+from ddpobs.imports.flight_recorder import is_dump, verdicts
+from ddpobs.imports.flight_recorder import read as read_dump
 from ddpobs.imports.imported_run import ImportedRun, numbered
 from ddpobs.imports.rank_trace import RankTrace
 from ddpobs.shared.words import format_ranks
@@ -31,12 +33,22 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 @main.command("import", rich_help_panel=SAVE, short_help="Make a run of torch.profiler's traces.")
 def import_traces(
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="Traces of torch.profiler, one of each rank, plain or gzip.")
+        list[Path],
+        typer.Argument(
+            metavar="FILE...",
+            help="Traces of torch.profiler or dumps of the Flight Recorder, one of each rank.",
+        ),
     ],
     run: Annotated[str | None, typer.Option("--run", help="Name of the run; by default of the first file.")] = None,
     collector: CollectorOption = None,
 ) -> None:
-    """Make a run of traces that torch.profiler wrote, and name the rank that arrived last."""
+    """Make a run of traces that torch.profiler wrote, and name the rank that arrived last.
+
+    Of dumps of torch's Flight Recorder, tell which rank did not come to the collective that the others wait in.
+    """
+    if any(is_dump(file) for file in files if file.is_file()):
+        _tell_hang(files)
+        return
     config = checked(settings(collector), run=run or _name(files[0]))
     try:
         imported = ImportedRun(numbered(_read(files)), config.run or "", _FORMAT)
@@ -50,6 +62,19 @@ def import_traces(
     finally:
         sender.close()
     typer.echo(page_address(config.collector, config.run or ""))
+
+
+def _tell_hang(files: list[Path]) -> None:
+    """Print what dumps show. They have no steps, so they make no run."""
+    try:
+        found = verdicts([read_dump(file) for file in files])
+    except TraceFileError as error:
+        fail(str(error), WRONG_USE)
+    if not found:
+        typer.echo("no rank waits in a collective")
+    for verdict in found:
+        typer.echo(printable(verdict.verdict))
+        typer.echo(printable(f"cause: {verdict.cause}"))
 
 
 def _read(files: list[Path]) -> list[RankTrace]:

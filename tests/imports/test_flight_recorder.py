@@ -1,0 +1,99 @@
+"""Dumps of the Flight Recorder: who is missing in a collective, and files that are no dumps."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ddpobs.errors import TraceFileError
+from ddpobs.imports.flight_recorder import Entry, RankDump, is_dump, read, verdicts
+
+GROUP = ("0", "default_pg")
+
+
+def entry(number: int, **fields: Any) -> dict[str, Any]:
+    """Fields of an entry of a collective that is over."""
+    over = {"process_group": GROUP, "collective_seq_id": number, "profiling_name": "nccl:all_reduce", "retired": True}
+    return over | fields
+
+
+def dump(rank: int, calls: int, members: list[int] | None = None, **last: Any) -> RankDump:
+    """A rank that has left all of its collectives but the last one."""
+    numbers = [*map(entry, range(1, calls)), entry(calls, retired=False, state="started") | last]
+    return RankDump(f"rank_{rank}", rank, msgspec.convert(numbers, list[Entry]), {GROUP[0]: members or []})
+
+
+def test_a_rank_that_did_not_come_is_named_with_its_last_call() -> None:
+    (verdict,) = verdicts([dump(0, 9), dump(1, 8, retired=True), dump(2, 9)])
+    assert verdict.verdict == "The ranks hang in all_reduce 9 of group default_pg, waiting for rank 1"
+    assert verdict.cause == "rank 1 last called all_reduce 8; ranks 0 and 2 wait in all_reduce 9"
+    assert verdict.ranks == [1]
+
+
+def test_different_collectives_of_one_number_name_no_rank() -> None:
+    (verdict,) = verdicts([dump(0, 9), dump(1, 9, profiling_name="nccl:broadcast")])
+    assert verdict.verdict == "The ranks called different collectives as number 9 of group default_pg"
+    assert verdict.ranks == []
+
+
+def test_ranks_that_have_all_entered_blame_none() -> None:
+    (verdict,) = verdicts([dump(0, 9), dump(1, 9)])
+    assert verdict.verdict == "The ranks hang in all_reduce 9 of group default_pg"
+    assert verdict.cause.startswith("every rank has entered it, and none has left it")
+
+
+def test_a_rank_without_a_dump_is_told_and_not_judged() -> None:
+    (verdict,) = verdicts([dump(0, 9, members=[0, 1, 2]), dump(1, 9)])
+    assert verdict.ranks == []
+    assert verdict.cause == "ranks 0 and 1 wait in all_reduce 9; there is no dump of rank 2"
+
+
+def test_a_run_that_went_on_has_no_verdict() -> None:
+    assert verdicts([dump(0, 9, retired=True), dump(1, 9, state="completed")]) == []
+
+
+def test_two_dumps_of_one_rank_are_refused() -> None:
+    with pytest.raises(TraceFileError, match="one dump of each rank, got rank 0, as in rank_0"):
+        verdicts([dump(0, 9), dump(0, 9)])
+
+
+class Attack:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, ("pickled",)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (pickle.dumps({"entries": [Attack()]}), "it holds posix.mkdir"),
+        (pickle.dumps({"entries": [1]}), "Expected `object`"),
+        (pickle.dumps({"entries": []})[:-3], "a dump of torch's Flight Recorder"),
+        (b"{}", "missing required field `entries`"),
+        (json.dumps({"entries": [{"collective_seq_id": "9"}]}).encode(), "Expected `int`"),
+    ],
+    ids=["code", "wrong type", "cut off", "no entries", "wrong number"],
+)
+def test_what_is_no_dump_is_told_and_runs_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "nccl_trace_rank_0"
+    path.write_bytes(content)
+    with pytest.raises(TraceFileError, match=reason):
+        read(path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_s_rank_is_the_last_number_of_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "nccl_trace_7_rank_12.json"
+    path.write_text('{"entries": []}')
+    assert (is_dump(path), read(path).rank) == (True, 12)
+    unnamed = path.rename(tmp_path / "dump")
+    with pytest.raises(TraceFileError, match="a name that ends in the rank"):
+        read(unnamed)
