@@ -72,7 +72,7 @@ export function markSelection() {
 // Mark the rows of the selected ranks; if the first of them is out of sight, bring it in.
 function markRows() {
   const drawn = shown("ranks").ranks ?? [];
-  const marked = markedRanks(state.selection, state.diagnosis?.findings ?? [], state.keys);
+  const marked = markedRanks(state.selection, state.diagnosis?.findings ?? [], state.keys, state.ranks.length);
   const rows = marked.map((rank) => drawn.indexOf(rank)).filter((row) => row >= 0);
   const source = views.ranks.named("rows");
   if (!source) return;

@@ -35,7 +35,7 @@ export function fillForm(choose) {
   showBucket(state.layouts, selection.bucket);
   const drawn = new Set(shown("ranks").ranks ?? []);
   const isShown = ({ rank }) => !selection.match || drawn.has(rank);
-  const marked = markedRanks(selection, state.diagnosis?.findings ?? [], state.keys);
+  const marked = markedRanks(selection, state.diagnosis?.findings ?? [], state.keys, state.ranks.length);
   showRanks(state.ranks.filter(isShown), marked, (rank) => choose({ rank: String(rank) }));
 }
 

@@ -78,8 +78,9 @@ export function findingKeys(findings) {
   });
 }
 
-// The ranks whose rows are marked: the selected one, or those of the selected finding.
-export function markedRanks({ rank, finding }, findings, keys) {
+// The ranks whose rows are marked: the selected one, or those of the selected finding unless it is about all.
+export function markedRanks({ rank, finding }, findings, keys, count) {
   if (rank) return [Number(rank)];
-  return findings[keys.indexOf(finding)]?.ranks ?? [];
+  const { ranks } = findings[keys.indexOf(finding)] ?? { ranks: [] };
+  return ranks.length < count ? ranks : [];
 }
