@@ -86,6 +86,17 @@ def test_few_steps_decide_a_large_change_alone() -> None:
     assert "are too few for this difference: about" in small.too_few
 
 
+def test_a_large_change_of_a_phase_is_decided_although_that_of_the_step_is_not() -> None:
+    result = compare(times(1, 60), times(2, 60, slower={"forward": 2.5, "backward": 0.4}))
+    assert {name: verdicts(result)[name] for name in ("step", "forward", "backward", "data")} == {
+        "step": "too-few",
+        "forward": "slower",
+        "backward": "faster",
+        "data": "too-few",
+    }
+    assert result.exceeded(0.03) == []
+
+
 def test_very_few_steps_are_not_judged() -> None:
     result = compare(times(1, 25), times(2, 25, slower=dict.fromkeys(BASE_MS, 5.0)))
     assert verdicts(result)["step"] == "too-few"

@@ -14,7 +14,7 @@ up to twice as wide, and at least a part of `_WEAK_MARGIN`. It decides a change 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import ceil, exp, hypot, log
 from typing import Literal
 
@@ -168,19 +168,19 @@ def compare(a: RunTimes, b: RunTimes) -> Comparison:
         none = [Change("step", "step", 0.0, 0.0, 0.0, 0.0, 0.0, "too-few")]
         return Comparison(none, counts, (0, 0), _too_few_sentence(counts, 0.0))
     means = dependent_mean(a.step_ns[typical[0]]), dependent_mean(b.step_ns[typical[1]])
+    weakness = _weakness(means)
     step = _change("step", "step", means, CONFIDENCE, 0.0)
     least_ns = _MIN_CHANGE * step.a_ns
     confidence = 1 - (1 - CONFIDENCE) / len(wire.PHASES)  # Bonferroni's correction.
     changes = [step, _long_steps(a, b, least_ns)]
     for phase in wire.PHASES:
         series = (run.phases_ns[phase][mask] for run, mask in zip((a, b), typical, strict=True))
-        changes.append(_change(phase, "phase", _means(*series), confidence, least_ns))
-    changes += _buckets(a, b, least_ns)
+        changes.append(_change(phase, "phase", _means(*series), confidence, least_ns, weakness=weakness))
+    changes += _buckets(a, b, least_ns, weakness)
     long_steps = [int((run.long_ns() > 0).sum()) for run in (a, b)]
     too_few = ""
-    if step.verdict == "too-few":  # The phases' noise is part of the step's.
+    if step.verdict == "too-few":
         too_few = _too_few_sentence(counts, max(mean.block_length for mean in means))
-        changes = [replace(change, verdict="too-few") for change in changes]
     delays = [float(run.run_delay_ns[mask].mean()) for run, mask in zip((a, b), typical, strict=True)]
     return Comparison(changes, counts, (long_steps[0], long_steps[1]), too_few, (delays[0], delays[1]))
 
@@ -189,14 +189,25 @@ def _means(a: Floats, b: Floats) -> tuple[DependentMean, DependentMean]:
     return dependent_mean(a), dependent_mean(b)
 
 
+def _weakness(means: tuple[DependentMean, DependentMean]) -> float:
+    """Return 0 if there are enough steps, and the nearer to 1 the fewer there are."""
+    return max(0.0, *(1 - min(each.count / MIN_VALUES, each.blocks / MIN_BLOCKS) for each in means))
+
+
 def _change(
-    name: str, kind: Kind, means: tuple[DependentMean, DependentMean], confidence: float, least_ns: float
+    name: str,
+    kind: Kind,
+    means: tuple[DependentMean, DependentMean],
+    confidence: float,
+    least_ns: float,
+    *,
+    weakness: float = 0.0,
 ) -> Change:
+    """Return a change; `weakness` is at least that of the step, whose noise has that of its parts."""
     a, b = means
     weaker = min(means, key=lambda mean: mean.blocks)
     quantile = weaker.quantile(1 - (1 - confidence) / 2)
-    difference, is_enough = b.mean - a.mean, a.is_enough and b.is_enough
-    weakness = max(0.0, *(1 - min(each.count / MIN_VALUES, each.blocks / MIN_BLOCKS) for each in means))
+    difference, weakness = b.mean - a.mean, max(weakness, _weakness(means))
     factor, margin = 1 + weakness, _WEAK_MARGIN * weakness
     if a.mean > 0 and b.mean > 0:  # The ratio's logarithm is closer to a normal distribution.
         error, center = factor * hypot(a.error / a.mean, b.error / b.mean), log(b.mean / a.mean)
@@ -208,7 +219,7 @@ def _change(
         half = max(quantile * error, margin * max(a.mean, b.mean))
         low, high = difference - half, difference + half
         smallest = half + weaker.quantile(CONFIDENCE) * error
-    verdict: Verdict = "same" if is_enough else "too-few"
+    verdict: Verdict = "same" if weakness == 0 else "too-few"
     if min(a.count, b.count) < _MIN_STEPS:
         verdict = "too-few"
     elif low > 0 and difference >= least_ns:
@@ -227,7 +238,7 @@ def _long_steps(a: RunTimes, b: RunTimes, least_ns: float) -> Change:
     return Change("long steps", "long", change.a_ns, change.b_ns, change.low_ns, change.high_ns, 0.0, "too-few")
 
 
-def _buckets(a: RunTimes, b: RunTimes, least_ns: float) -> list[Change]:
+def _buckets(a: RunTimes, b: RunTimes, least_ns: float, weakness: float) -> list[Change]:
     """Return the changes of the buckets that both runs have, in typical steps."""
     names = [name for name in a.buckets_ns if name in b.buckets_ns]
     masks = [np.isin(run.bucket_step, run.step[run.is_typical()]) for run in (a, b)]
@@ -236,11 +247,10 @@ def _buckets(a: RunTimes, b: RunTimes, least_ns: float) -> list[Change]:
     confidence = 1 - (1 - CONFIDENCE) / (2 * len(names))
     kinds: tuple[Kind, Kind] = ("compute", "comm")
     return [
-        _change(
-            name, kind, _means(a.buckets_ns[name][i][masks[0]], b.buckets_ns[name][i][masks[1]]), confidence, least_ns
-        )
+        _change(name, kind, _means(*series), confidence, least_ns, weakness=weakness)
         for name in names
         for i, kind in enumerate(kinds)
+        for series in [[run.buckets_ns[name][i][mask] for run, mask in zip((a, b), masks, strict=True)]]
     ]
 
 
