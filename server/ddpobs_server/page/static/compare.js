@@ -5,7 +5,7 @@ import { changeRows, isOfBucket } from "./changes.js";
 import { byId, element, notice } from "./elements.js";
 import { severityBadge } from "./finding_parts.js";
 import { runOnce } from "./refresh.js";
-import { ms } from "./times.js";
+import { ms, short } from "./times.js";
 
 const MAX_NAMES = 500;
 const MAX_BUCKETS = 50;
@@ -49,9 +49,10 @@ function findingList(title, findings) {
 function showBuckets(buckets) {
   byId("bucket-card").hidden = buckets.length === 0;
   const moved = buckets.filter(({ verdict }) => verdict === "slower" || verdict === "faster");
-  const changed = moved.length ? "Those that changed:" : "None changed:";
+  const changed = moved.length ? "Those that changed:" : "No change of one was seen.";
   byId("bucket-note").textContent = `${buckets.length / 2} buckets have the same parameters in both runs. ${changed}`;
-  const largest = (moved.length ? moved : buckets).toSorted((x, y) => Math.abs(y.change_ns) - Math.abs(x.change_ns));
+  byId("buckets").hidden = moved.length === 0;
+  const largest = moved.toSorted((x, y) => Math.abs(y.change_ns) - Math.abs(x.change_ns));
   byId("buckets").tBodies[0].replaceChildren(...changeRows(largest.slice(0, MAX_BUCKETS)));
 }
 
@@ -59,7 +60,7 @@ function showDifferences(differences) {
   byId("no-difference").hidden = differences.length > 0;
   byId("differences").hidden = differences.length === 0;
   const rows = differences.map(({ title, a, b }) => {
-    const values = [a, b].map((value) => element("td", {}, value === null ? "–" : String(value)));
+    const values = [a, b].map((value) => element("td", {}, value === null ? "–" : short(value)));
     return element("tr", {}, element("td", {}, title), ...values);
   });
   byId("differences").tBodies[0].replaceChildren(...rows);
