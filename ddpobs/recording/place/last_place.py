@@ -92,10 +92,11 @@ class LastPlace:
         return self._path is not None
 
     def summary(self) -> dict[str, wire.Scalar]:
-        """Return phase, module and bucket of the training thread, as an event reports them."""
+        """Return phase, module, bucket and finished backward passes, as an event reports them."""
         slots = self.slots
         module, bucket = bucket_of(slots)
-        return {"phase": wire.PHASES[slots[Slot.PHASE]], "module": module, "bucket": bucket}
+        phase, synchronised = wire.PHASES[slots[Slot.PHASE]], slots[Slot.SYNCHRONISED]
+        return {"phase": phase, "module": module, "bucket": bucket, "synchronised": synchronised}
 
     def identify(self, identity: PlaceIdentity) -> None:
         """Write the identity; a file without one is of no use to a reader."""

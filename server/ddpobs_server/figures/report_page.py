@@ -111,7 +111,7 @@ def _stacks(evidence: Mapping[str, Any]) -> list[str]:
         ]
         if frames
     ]
-    return stacks + [evidence["traceback"]] * bool(evidence.get("traceback"))
+    return [*stacks, *filter(None, [evidence.get("traceback")])]
 
 
 def _times(intervals: Sequence[Mapping[str, Any]]) -> str:

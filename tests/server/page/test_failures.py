@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from html import escape
 from typing import Any
 
+import httpx
 import pytest
 
 from benchmarks.rig.collector import collector
@@ -99,6 +101,18 @@ def test_the_page_switches_between_attempts(browser: Any, url: str) -> None:
     visit.page.locator("#facts").get_by_text("3 steps · attempt 2 of 2").wait_for()
     assert visit.page.url == f"{url}/runs/again"
     assert visit.errors == []
+
+
+@pytest.mark.parametrize(
+    ("run", "text"),
+    [
+        (f"again/report.html?attempt={ATTEMPT}", "<pre>File train.py\nline 7</pre>"),
+        ("hung/report.html", f"<pre>Rank 1:\n  train.py:5 main\n  data.py:31 {escape(EVIL)}</pre>"),
+    ],
+    ids=["crash", "hang"],
+)
+def test_the_html_report_shows_a_traceback_and_stacks_as_they_are(run: str, text: str, url: str) -> None:
+    assert text in httpx.get(f"{url}/api/v1/runs/{run}").text
 
 
 def test_a_training_after_an_orderly_end_is_no_restart(browser: Any, url: str) -> None:

@@ -64,6 +64,8 @@ class End:
         line, phase = f" ({self.line})" if self.line else "", self.facts.phase
         if self.facts.stage:
             return f"{_STAGES.get(self.facts.stage, _STAGES['start'])}{line}"
+        if phase == "other" and self.step == self.facts.synchronised == 0:
+            return f"before its first backward{line}"
         if phase == "other":
             return f"in your loop in step {self.step}{line}"
         phase = phase.replace("exposed_comm", "exposed communication")

@@ -161,6 +161,9 @@ def test_a_crash_names_the_users_line_and_the_first_sentence_of_its_error() -> N
     assert finding.verdict == "Rank 1 failed in your loop in step 6 (loop.py:9)"
     assert (finding.cause, finding.where) == ("ValueError: loss is nan", "outside of the phases, called at train.py:31")
     assert "The other ranks" not in finding.remedy
+    first = failed(1, "ValueError", "no file", 6, phase="other", place="train.py:7", synchronised=0)
+    first = 1, msgspec.structs.replace(first[1], step=0)
+    assert only(crash(evidence(events=[first]))).verdict == "Rank 1 failed before its first backward (train.py:7)"
     early = failed(1, "OSError", "[/a/b.cc:3] no such file: x.pt", 6, stage="init_process_group", place="train.py:7")
     finding = only(crash(evidence(events=[early])))
     assert (finding.verdict, finding.cause) == (
