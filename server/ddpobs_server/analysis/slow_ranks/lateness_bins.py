@@ -161,9 +161,11 @@ def _late_phases_ns(joined: JoinedSteps, late: Any, weights: Floats) -> Floats:
     """Return each late rank's excess by phase over the lower median rank, 0 elsewhere; shape [steps, ranks, phases]."""
     middle = (len(joined.ranks) - 1) // 2
     result = np.zeros(joined.phases_ns.shape)
-    rows = np.flatnonzero(late.any(axis=1))
-    phases = joined.phases_ns[rows]
-    is_pair = len(joined.ranks) == 2
-    other_ranks = phases[:, ::-1] if is_pair else np.partition(phases, middle, axis=1)[:, middle, None]
-    result[rows] = np.where(late[rows][:, :, None], (phases - other_ranks) * weights[rows, None, None], 0.0)
+    step, rank = np.nonzero(late)  # Few: most ranks are in time.
+    if len(joined.ranks) == 2:
+        others_ns = joined.phases_ns[step, 1 - rank]
+    else:
+        rows, row = np.unique(step, return_inverse=True)
+        others_ns = np.partition(joined.phases_ns[rows], middle, axis=1)[:, middle][row]
+    result[step, rank] = (joined.phases_ns[step, rank] - others_ns) * weights[step, None]
     return result

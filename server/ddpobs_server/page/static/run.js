@@ -55,17 +55,21 @@ async function readRun() {
   if (!shownAttempt && attempt && isOrdinal(attempt)) {
     throw new Error(`run ${state.run} has no attempt ${attempt}; it has ${attempts.length}`);
   }
-  ({ ranks: state.ranks } = await get(address("ranks")));
 }
 
 // Show the present state of the run; return the seconds until the next look, or false after its end.
 async function show() {
   await readRun();
-  const { details, shownAttempt, attempts, ranks } = state;
-  showFacts(details, shownAttempt, attempts, ranks);
+  const { details, shownAttempt, attempts } = state;
+  // The diagnosis takes longest: it is requested first, and an error is thrown where its result is needed.
+  const diagnosis = get(address("diagnostics"));
+  if (state.seen === null) state.building ??= build();
+  for (const begun of [diagnosis, state.building]) begun?.catch(() => null);
+  ({ ranks: state.ranks } = await get(address("ranks")));
+  showFacts(details, shownAttempt, attempts, state.ranks);
   showRestart(attempts, shownAttempt);
   showLabels();
-  state.diagnosis = await get(address("diagnostics"));
+  state.diagnosis = await diagnosis;
   showDiagnosis();
   const isFirst = state.seen === null;
   const now = `${shownAttempt?.attempt} ${details.last_seen_ns} ${details.steps}`;
