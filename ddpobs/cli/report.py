@@ -31,7 +31,8 @@ from ddpobs.cli.app import (
 from ddpobs.client.reader import page_address, read, read_file
 from ddpobs.config import TelemetryConfig
 from ddpobs.errors import CollectorError
-from ddpobs.shared.words import LABEL_COLUMNS, finding_heading, finding_lines, labelled, percent
+from ddpobs.shared.quantities import counted
+from ddpobs.shared.words import LABEL_COLUMNS, finding_heading, finding_lines, labelled, percent, shown_findings
 from ddpobs.wire import printable
 
 _MIN_SHARE, _MAX_PARTS = 0.01, 8
@@ -112,9 +113,11 @@ def _pipeline(config: TelemetryConfig, run: str) -> dict[str, Any] | None:
 
 
 def _print(diagnosis: dict[str, Any], account: dict[str, Any], pipeline: dict[str, Any] | None, interrupt: str) -> None:
-    findings = diagnosis["findings"]
-    count = f"{len(findings) or 'no'} finding{'s' * (len(findings) > 1)}"
-    typer.echo(printable(f"run {diagnosis['run']}: {count} in {diagnosis['steps_seen']} steps"))
+    findings = shown_findings(diagnosis)
+    summary = diagnosis["summary"]
+    if findings:
+        summary = f"{counted(len(findings), 'finding')} in {counted(diagnosis['steps_seen'], 'step')}"
+    typer.echo(printable(f"run {diagnosis['run']}: {summary}"))
     if interrupt:
         typer.echo(coloured(printable(interrupt), "interrupted"))
     for finding in findings:
@@ -151,11 +154,9 @@ def _account_lines(account: dict[str, Any]) -> list[str]:
     """Return the run's wall time and goodput, and its largest parts with their share of the run."""
     if account["wall_ns"] is None:
         return ["wall time: not known, because no rank has sent an account"]
-    goodput = "not known" if account["goodput"] is None else percent(account["goodput"])
-    lost = f"{account['lost_hours']:.3g} {account['unit']}s lost"
+    lines = _wrapped(account["summary"])
     if account["lost_cost"] is not None:
-        lost += f" (cost {account['lost_cost']:.2f})"
-    lines = [f"wall time: {account['wall_ns'] / 1e9:.0f} s; goodput {goodput} of it; {lost}"]
+        lines.append(f"at the set price the loss is {account['lost_cost']:.2f}")
     parts = sorted(account["parts"], key=lambda part: -part["share"])
     shown = [part for part in parts if part["share"] >= _MIN_SHARE][:_MAX_PARTS]
     lines += [f"  {percent(part['share']):>5}  {part['title']}" for part in shown]

@@ -17,6 +17,7 @@ from ddpobs.cli.app import LOOK, CollectorOption, JsonOption, RunArgument, ask, 
 from ddpobs.client.reader import page_address, read
 from ddpobs.config import TelemetryConfig
 from ddpobs.errors import CollectorError
+from ddpobs.shared.words import shown_findings
 from ddpobs.wire import printable
 from ddpobs.wire.states import RUN_STATES
 
@@ -64,9 +65,10 @@ def _diagnose(config: TelemetryConfig, runs: list[dict[str, Any]]) -> None:
     for run in runs:
         if run["diagnosis"] is None and run["steps"] and time.monotonic() < until:
             with suppress(CollectorError):
-                findings = read(config, f"/runs/{run['run']}/diagnostics", None, _DIAGNOSES_S).document["findings"]
-                worst = findings[0] if findings else {"verdict": None, "severity": None}
-                run["diagnosis"] = {"worst": worst["verdict"], "severity": worst["severity"]}
+                diagnosis = read(config, f"/runs/{run['run']}/diagnostics", None, _DIAGNOSES_S).document
+                worst = next(iter(shown_findings(diagnosis)), {})
+                known = {"worst": worst.get("verdict"), "severity": worst.get("severity")}
+                run["diagnosis"] = known | {"summary": diagnosis["summary"]}
 
 
 def _row(run: dict[str, Any]) -> list[str]:
@@ -74,7 +76,7 @@ def _row(run: dict[str, Any]) -> list[str]:
     if diagnosis is None:
         worst = f"not diagnosed yet: ddpobs report {run['run']}" if run["steps"] else "no step yet"
     else:
-        worst = diagnosis["worst"] or "none"
+        worst = diagnosis["worst"] or diagnosis["summary"]
     started = datetime.fromtimestamp(run["created_ns"] / 1e9, UTC)
     cells = [run["run"], run["state"], str(run["ranks"]), str(run["steps"]), f"{started:%Y-%m-%d %H:%M}", worst]
     return [printable(cell) for cell in cells]

@@ -16,6 +16,8 @@ LABELS = {
     "gain": "saves",
 }
 """The parts of a finding below its verdict, in their order, and the label of each."""
+STATED_ELSEWHERE = ("scaling-loss",)
+"""Codes of findings that are no card: the account states what they state."""
 LABEL_COLUMNS = 1 + max(map(len, LABELS.values()))
 
 
@@ -45,6 +47,11 @@ def format_bucket(module: int, bucket: int, parameters: Sequence[str] = ()) -> s
 def percent(share: float, digits: int = 0) -> str:
     """A share as a percentage: `37 %`."""
     return f"{100 * share:.{digits}f} %"
+
+
+def shown_findings(diagnosis: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The findings of a diagnosis of the REST API that are shown as such."""
+    return [finding for finding in diagnosis["findings"] if finding["code"] not in STATED_ELSEWHERE]
 
 
 def finding_heading(finding: Mapping[str, Any]) -> str:

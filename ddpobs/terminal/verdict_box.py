@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from ddpobs.shared.words import LABEL_COLUMNS, finding_heading, finding_lines, labelled, percent
+from ddpobs.shared.words import LABEL_COLUMNS, finding_heading, finding_lines, labelled, percent, shown_findings
 from ddpobs.wire import printable
 
 MAX_PART_ROWS = 4
@@ -17,16 +17,9 @@ _MIN_COLUMNS, _MAX_COLUMNS = 60, 110
 _BAR_CELLS = 40
 _MAX_NAMED_PARTS = 4
 """Parts in the legend, besides the rest; fewer where they do not fit."""
-_GROUPS = {
-    "outside": "outside of steps",
-    "start_up": "start-up",
-    "restarts": "restarts",
-    "idle": "idle",
-    "not_known": "not known",
-}
 _SIGNS = "█▓▒░▞"
 """Fill of each part of the bar, in the order of the legend."""
-_ASCII = str.maketrans("┌┐└┘─│█▓▒░▞±→…", "++++-|#=+.:~>.")
+_ASCII = str.maketrans("┌┐└┘─│█▓▒░▞±→…–µ", "++++-|#=+.:~>.-u")
 _COLOURS = {"critical": "1;31", "warning": "1;33", "info": "1;36"}
 
 
@@ -50,7 +43,8 @@ def box(
         state: The run's state; the frame shows an interrupt, which has no finding.
     """
     inner = min(_MAX_COLUMNS, max(_MIN_COLUMNS, columns)) - 4
-    heading, parts, severity = _finding(diagnosis) if diagnosis["findings"] else _no_finding(diagnosis)
+    findings = shown_findings(diagnosis)
+    heading, parts, severity = _finding(findings) if findings else (diagnosis["summary"], [], "")
     rows = [row for label, text in parts for row in _part_rows(label, text, inner)]
     rows += [*_bar(account["parts"], inner), printable(address)[:inner]]
     framed = [f"│ {row:{inner}} │" for row in rows]
@@ -67,17 +61,11 @@ def in_ascii(lines: Sequence[str]) -> list[str]:
     return [line.translate(_ASCII).encode("ascii", "backslashreplace").decode() for line in lines]
 
 
-def _finding(diagnosis: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], str]:
+def _finding(findings: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[str, str]], str]:
     """Heading, parts and severity of the worst finding."""
-    worst, *others = diagnosis["findings"]
+    worst, *others = findings
     more = f" ({len(others)} more)" if others else ""
     return finding_heading(worst) + more, finding_lines(worst), worst["severity"]
-
-
-def _no_finding(diagnosis: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]], str]:
-    count = len(diagnosis["missing"])
-    missing = f"{count} kind{'s' * (count != 1)} of finding could not be judged: `ddpobs report` has the reasons"
-    return f"no finding in {diagnosis['steps_seen']} steps", [("", missing)] if count else [], ""
 
 
 def _part_rows(label: str, text: str, inner: int) -> list[str]:
@@ -95,7 +83,7 @@ def _bar(parts: Sequence[Mapping[str, Any]], inner: int) -> list[str]:
     """A bar of the largest shares of the wall time, and its legend; nothing while no share is known."""
     shares = Counter[str]()
     for part in parts:
-        title = str(part["title"]).removeprefix("steps: ") if part["group"] == "steps" else _GROUPS[part["group"]]
+        title = str(part["title"]).removeprefix("steps: ") if part["group"] == "steps" else part["group_title"]
         shares[title] += part["share"]
     ordered = [(title, share) for title, share in shares.most_common() if share > 0]
     for most in range(min(_MAX_NAMED_PARTS, len(ordered)), 0, -1):

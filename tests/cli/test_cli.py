@@ -54,9 +54,7 @@ def test_run_passes_the_settings_to_the_child() -> None:
 
 ACCOUNT = {
     "wall_ns": 90 * 10**9,
-    "goodput": 0.25,
-    "unit": "gpu-hour",
-    "lost_hours": 0.0375,
+    "summary": "25 % of 90 s went into steps that no restart repeated (goodput). Lost: 1.5 rank-minutes.",
     "lost_cost": 0.1125,
     "parts": [
         {"title": "steps: forward", "share": 0.248},
@@ -68,6 +66,7 @@ ACCOUNT = {
 
 def test_report_prints_the_parts_of_a_finding_with_control_characters_escaped() -> None:
     finding = {
+        "code": "straggler",
         "severity": "warning",
         "verdict": "rank 3 is slow at \x1b[2Ja\nb é",
         "measure": "12.8 ms more than the other ranks",
@@ -80,6 +79,7 @@ def test_report_prints_the_parts_of_a_finding_with_control_characters_escaped() 
     diagnostics = {
         "run": "r",
         "steps_seen": 9,
+        "summary": "",
         "findings": [finding],
         "missing": ["epochs: none seen", "order: none seen", "size: one"],
     }
@@ -95,7 +95,8 @@ def test_report_prints_the_parts_of_a_finding_with_control_characters_escaped() 
         "  where   node-7; bucket 0.2: layer.0, layer.1, layer.2, …\n"
         "  do      look\\n\n"
         "  saves   12.8 ms of 51 ms a step (25 ± 1 %)\n\n"
-        "wall time: 90 s; goodput 25 % of it; 0.0375 gpu-hours lost (cost 0.11)\n"
+        "25 % of 90 s went into steps that no restart repeated (goodput). Lost: 1.5 rank-minutes.\n"
+        "at the set price the loss is 0.11\n"
         "   75 %  checkpoints\n"
         "   25 %  steps: forward\n\n"
         "not judged: epochs, order: none seen\n"
@@ -105,7 +106,8 @@ def test_report_prints_the_parts_of_a_finding_with_control_characters_escaped() 
 
 
 def test_report_without_a_run_is_about_the_newest() -> None:
-    diagnostics = {"run": "new", "steps_seen": 9, "findings": [], "missing": []}
+    summary = "Too short to judge: 9 of 32 steps."
+    diagnostics = {"run": "new", "summary": summary, "findings": [], "missing": []}
     answers = {
         "/api/v1/runs?limit=1": {"runs": [{"run": "new"}], "next": "x"},
         "/api/v1/runs/new/diagnostics": diagnostics,
@@ -113,7 +115,7 @@ def test_report_without_a_run_is_about_the_newest() -> None:
     }
     with collector(lambda path: (200, {}, json.dumps(answers[path]).encode())) as server:
         assert ddpobs("report", "--collector", server.url).stdout == (
-            "run new: no finding in 9 steps\n\nwall time: not known, because no rank has sent an account\n"
+            f"run new: {summary}\n\nwall time: not known, because no rank has sent an account\n"
             f"\n{server.url}/runs/new\n"
         )
     with collector(lambda path: (200, {}, b'{"runs": [], "next": null}')) as server:
@@ -125,12 +127,15 @@ LISTED = {"ranks": 2, "steps": 80, "created_ns": 1_700_000_000 * 10**9}
 RUNS: list[dict[str, Any]] = [
     {"run": "new", "state": "running", "diagnosis": None} | LISTED,
     {"run": "a-long-name", "state": "failed", "diagnosis": {"worst": "rank 1 is \x1b[2Jslow"}} | LISTED,
-    {"run": "old", "state": "finished", "diagnosis": {"worst": None}} | LISTED,
+    {"run": "old", "state": "finished", "diagnosis": {"worst": None, "summary": "Balanced."}} | LISTED,
 ]
 
 
 def test_list_aligns_runs_with_state_and_worst_finding_without_colours_in_a_pipe() -> None:
-    diagnosis = {"findings": [{"verdict": "All ranks wait", "severity": "info"}]}
+    diagnosis = {
+        "summary": "",
+        "findings": [{"code": "processor-bound", "verdict": "All ranks wait", "severity": "info"}],
+    }
     answers: dict[str, object] = {"/runs?limit=3&state=failed": {"runs": RUNS}, "/runs/new/diagnostics": diagnosis}
     with collector(answering(answers)) as server:
         done = invoke("list", "--limit", "3", "--state", "failed", "--collector", server.url)
@@ -138,7 +143,7 @@ def test_list_aligns_runs_with_state_and_worst_finding_without_colours_in_a_pipe
         "run          state     ranks  steps  started (UTC)     worst finding",
         "new          running   2      80     2023-11-14 22:13  All ranks wait",
         "a-long-name  failed    2      80     2023-11-14 22:13  rank 1 is \\x1b[2Jslow",
-        "old          finished  2      80     2023-11-14 22:13  none",
+        "old          finished  2      80     2023-11-14 22:13  Balanced.",
     ]
 
 

@@ -47,13 +47,13 @@ def tracked(folder: str) -> set[str]:
     return {str(path.relative_to(ROOT)) for path in paths if path.is_file() and "__pycache__" not in path.parts}
 
 
-OF_ALERTS = {"docs/operations/monitoring.md", "docs/operations/retention.md"}
+OTHER_HELP = {"docs/concepts.md", "docs/operations/monitoring.md", "docs/operations/retention.md"}
 
 
 def test_the_wheel_holds_both_packages_whole_and_the_help_and_nothing_else(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     server = {name.removeprefix("server/") for name in tracked("server/ddpobs_server")}
-    pages = {f"ddpobs_server/page/help_pages/{Path(name).name}" for name in tracked("docs/findings") | OF_ALERTS}
+    pages = {f"ddpobs_server/page/help_pages/{Path(name).name}" for name in tracked("docs/findings") | OTHER_HELP}
     assert names == tracked("ddpobs") | server | pages
     assert {"ddpobs/py.typed", "ddpobs_server/py.typed", "ddpobs_server/page/static/run.html"} <= names
 

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as arrays
 
 from ddpobs import wire
 from ddpobs.ranks.straggler_exchange import statistics
-from ddpobs.shared.delay import median_of_others
+from ddpobs.shared.delay import median_of_others, moving
 from tests.support.analysis.scenario import columns, own_times
 
 
@@ -40,8 +40,10 @@ def test_the_ranks_report_the_delays_and_late_steps_that_the_collector_computes(
     own = own_times(64, 5, seed=0)
     joined = join(*columns(own))
     late = lateness(joined)
-    header = np.stack([np.broadcast_to(joined.collective[:, None], joined.wall_ns.shape), joined.wall_ns], axis=2)
+    collective = np.broadcast_to(joined.collective[:, None], joined.wall_ns.shape)
+    header = np.stack([collective, joined.wall_ns, joined.exposed_ns], axis=2)
     peers = statistics(np.concatenate([header, own], axis=2).astype(np.int64))
+    assert peers.moving_ns.tolist() == [int(moving(joined.exposed_ns).sum())] * 5
     is_last = late.last[:, None] == np.arange(5)
     assert peers.delay_ns.tolist() == (is_last * late.delay_ns[:, None]).sum(axis=0).astype(np.int64).tolist()
     straggles = sum(getattr(peers, f"straggler_{phase}") for phase in wire.OWN_PHASES)

@@ -90,7 +90,7 @@ def test_the_verdict_waits_until_the_other_ranks_have_ended(live: str, capsys: p
 
     def reply(path: str) -> Reply:
         answers = {
-            "/api/v1/runs/r/diagnostics": {"findings": [], "steps_seen": 3 - len(states), "missing": []},
+            "/api/v1/runs/r/diagnostics": {"findings": [], "summary": f"{3 - len(states)} states seen", "missing": []},
             "/api/v1/runs/r/account": {"parts": []},
         }
         document = answers.get(path) or {"state": states.pop(0)}
@@ -98,7 +98,7 @@ def test_the_verdict_waits_until_the_other_ranks_have_ended(live: str, capsys: p
 
     with collector(reply) as server:
         announced(server.url).end(30, delivered=True)
-    assert "no finding in 3 steps" in capsys.readouterr().err
+    assert "3 states seen" in capsys.readouterr().err
 
 
 def test_a_collector_without_a_verdict_adds_nothing(capsys: pytest.CaptureFixture[str]) -> None:

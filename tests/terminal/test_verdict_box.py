@@ -10,15 +10,16 @@ from ddpobs.terminal.verdict_box import MAX_PART_ROWS, box, in_ascii
 
 ADDRESS = "http://c:1/runs/r"
 PARTS = [
-    {"title": "steps: backward", "group": "steps", "share": 0.5},
-    {"title": "steps: forward", "group": "steps", "share": 0.25},
-    {"title": "start-up: interpreter and imports", "group": "start_up", "share": 0.125},
-    {"title": "start-up: model", "group": "start_up", "share": 0.125},
+    {"title": "steps: backward", "group": "steps", "group_title": "steps", "share": 0.5},
+    {"title": "steps: forward", "group": "steps", "group_title": "steps", "share": 0.25},
+    {"title": "start-up: interpreter and imports", "group": "start_up", "group_title": "start-up", "share": 0.125},
+    {"title": "start-up: model", "group": "start_up", "group_title": "start-up", "share": 0.125},
 ]
 
 
 def finding(**changes: Any) -> dict[str, Any]:
     return {
+        "code": "straggler",
         "severity": "critical",
         "verdict": "Rank 3 is slow in backward",
         "measure": "14 ms more",
@@ -27,8 +28,8 @@ def finding(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def rows(findings: list[dict[str, Any]], parts: list[dict[str, Any]], missing: tuple[str, ...] = ()) -> list[str]:
-    diagnosis = {"findings": findings, "steps_seen": 9, "missing": missing}
+def rows(findings: list[dict[str, Any]], parts: list[dict[str, Any]], summary: str = "") -> list[str]:
+    diagnosis = {"findings": findings, "summary": summary, "missing": ["a"]}
     lines = box(diagnosis, {"parts": parts}, ADDRESS, 80, colour=False)
     assert {len(line) for line in lines} == {80}
     return [line[2:-2].rstrip() for line in lines[1:-1]]
@@ -59,9 +60,10 @@ def test_a_long_part_is_wrapped_and_a_page_of_text_ends_early() -> None:
     assert lines[2 + MAX_PART_ROWS].endswith(" …")
 
 
-def test_without_findings_and_phases_the_box_counts_the_steps() -> None:
-    missing = "2 kinds of finding could not be judged: `ddpobs report` has the reasons"
-    assert rows([], [], ("a", "b")) == ["no finding in 9 steps", missing, ADDRESS]
+def test_without_findings_the_box_has_the_verdict_alone() -> None:
+    summary = "Too short to judge: 12 of 32 steps."
+    assert rows([], [], summary) == [summary, ADDRESS]
+    assert rows([finding(code="scaling-loss")], [], summary) == [summary, ADDRESS]
 
 
 def test_control_characters_of_the_collector_do_not_reach_the_terminal() -> None:
@@ -70,7 +72,7 @@ def test_control_characters_of_the_collector_do_not_reach_the_terminal() -> None
 
 @pytest.mark.parametrize("colour", [True, False])
 def test_only_a_terminal_with_colours_gets_them(colour: bool) -> None:
-    diagnosis = {"findings": [finding()], "steps_seen": 9, "missing": []}
+    diagnosis = {"findings": [finding()], "summary": "", "missing": []}
     lines = box(diagnosis, {"parts": []}, ADDRESS, 80, colour=colour)
     assert ("\x1b[1;31m" in lines[1], "\x1b" in "".join(lines)) == (colour, colour)
 

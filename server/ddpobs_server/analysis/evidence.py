@@ -161,9 +161,14 @@ class Evidence:
         return [reason.format(format_ranks(ranks)) for reason, ranks in self.absences.items() if ranks]
 
     def where(self, ranks: Sequence[int], *places: str) -> str:
-        """The hosts of these ranks, and further places, in words: `host node1, bucket 0.2: head.weight`."""
+        """The hosts of these ranks, and further places, in words: `host node1, bucket 0.2: head.weight`.
+
+        A single rank is named with its process: `host node1, pid 4711`.
+        """
         hosts = sorted({self.hosts[rank] for rank in ranks if rank in self.hosts})
         shown = [f"host{'s' * (len(hosts) > 1)} {first_names(hosts)}"] if hosts else []
+        if len(ranks) == 1 and (hello := self.hellos.get(ranks[0])):
+            shown.append(f"pid {hello.pid}")
         return ", ".join([*shown, *filter(None, places)])
 
     @cached_property

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from ddpobs.shared.quantities import duration, rank_time
 from ddpobs.shared.words import MAX_NAMED_PARAMETERS, percent
+from ddpobs_server.analysis.evidence_text import evidence_sentences
 
 _EVERY_STEP = 0.98
 """Share of the steps above which something happens in every step. The first steps of a run are often incomplete."""
 Severity = Literal["info", "warning", "critical"]
+_MAX_ERROR_RATIO = 0.5
+"""Relative error up to which a gain is stated with its error; above, only its upper bound is."""
 _ORDER = {"critical": 0, "warning": 1, "info": 2}
 _FIRST = ("crash", "hang", "not-reduced", "replicas-differ")
 """Codes that come before all others of their severity: the run does not train, or trains the wrong model."""
@@ -20,25 +24,39 @@ _FIRST = ("crash", "hang", "not-reduced", "replicas-differ")
 class Gain:
     """Predicted saving per step if the remedy works: time, share of `whole`, and the relative error of both.
 
-    `whole` is `step`, or `run` for the run's wall time. `text` is the saving in words.
+    `whole` is `step`, or `run` for the run's wall time, of which `run_ns` is saved. `text` is the saving in words, the
+    only form in which it is shown; empty if nothing is saved.
     """
 
     step_ns: int
     ratio: float
     error_ratio: float
     whole: Literal["step", "run"] = "step"
+    run_ns: int = 0
     text: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", self._in_words())
 
+    def at_most(self, delay_ns: float) -> Gain:
+        """Return a saving of no more than the delay that a finding names."""
+        if self.step_ns <= delay_ns:
+            return self
+        ratio = round(self.ratio * delay_ns / self.step_ns, 4)
+        return Gain(round(delay_ns), ratio, self.error_ratio, self.whole)
+
     def _in_words(self) -> str:
-        share = f"{100 * self.ratio:.0f}"
+        if self.step_ns <= 0 or self.ratio <= 0:
+            return ""
         if self.whole == "run":
-            return f"at most {share} % of the run's wall time"
-        step_ns = self.step_ns / self.ratio if self.ratio else 0.0
-        error = f"{100 * self.ratio * self.error_ratio:.0f}"
-        return f"{self.step_ns / 1e6:.3g} ms of {step_ns / 1e6:.3g} ms a step ({share} ± {error} %)"
+            run_ns = self.run_ns / self.ratio
+            return f"at most {duration(self.run_ns)} of the run's {duration(run_ns)} ({percent(self.ratio)})"
+        step_ns, error = self.step_ns / self.ratio, self.ratio * self.error_ratio
+        if self.error_ratio > _MAX_ERROR_RATIO:
+            most = min(1.0, self.ratio + error)
+            return f"at most {duration(step_ns * most)} of {duration(step_ns)} a step ({percent(most)})"
+        share = f"{100 * self.ratio:.0f} ± {100 * error:.0f} %"
+        return f"{duration(self.step_ns)} of {duration(step_ns)} a step ({share})"
 
 
 @dataclass(frozen=True)
@@ -107,6 +125,7 @@ class Finding:
         intervals = [interval.as_json() for interval in self.intervals or (Interval(*self.steps),)]
         return asdict(self) | {
             "title": self.title,
+            "evidence_sentences": evidence_sentences(self.evidence),
             "steps": list(self.steps),
             "intervals": intervals,
         }
@@ -146,9 +165,9 @@ def advice_severity(gain: Gain) -> Severity:
     return "info" if severity_of(gain.ratio) == "info" else "warning"
 
 
-def milliseconds(time_ns: float) -> str:
-    """A time in words: `30.0 ms`."""
-    return f"{time_ns / 1e6:.1f} ms"
+def waiting_text(delay_ns: float, ranks: int) -> str:
+    """The loss to a late rank in words: in its delay the other ranks wait, as the account counts it."""
+    return f"{rank_time(delay_ns * (ranks - 1))} of waiting"
 
 
 def how_often(share: float) -> str:

@@ -22,6 +22,7 @@ class AccountPart(TypedDict):
     group: Annotated[
         Literal["steps", "outside", "start_up", "restarts", "idle", "not_known"], doc("Group of the part.")
     ]
+    group_title: Annotated[str, doc("The group in words.")]
     title: Title
     rank_ns: RankNs
     share: Annotated[float, doc("Share of the whole.")]
@@ -73,6 +74,9 @@ class Account(AccountTotal):
     unit: Annotated[Literal["gpu-hour", "rank-hour"], doc("Unit of the hours.")]
     price_per_hour: Annotated[
         float | None, doc("Price of an hour of a GPU, or of a rank without one; null if it is not known.")
+    ]
+    summary: Annotated[
+        str, doc("The account in a few sentences: goodput, work of the ranks, loss; empty if not known.")
     ]
     attempts_left_out: Annotated[int, doc("Number of the training's oldest attempts that the account does not cover.")]
     attempts: Annotated[list[AttemptAccount], doc("The training's attempts, oldest first.")]

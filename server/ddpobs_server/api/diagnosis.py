@@ -9,7 +9,17 @@ from typing_extensions import TypedDict
 
 from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
 from ddpobs_server.api.deps import ReportsDep, RunDep, StepRangeDep, StoreDep
-from ddpobs_server.api.fields import AttemptResponse, Goodput, Missing, NextStep, PhaseTimes, RankId, doc
+from ddpobs_server.api.fields import (
+    AttemptResponse,
+    Goodput,
+    Missing,
+    NextStep,
+    PhaseTimes,
+    RankId,
+    VerdictKind,
+    VerdictText,
+    doc,
+)
 from ddpobs_server.api.findings import FindingResponse, StepLevel
 from ddpobs_server.api.responses import json_response
 from ddpobs_server.reports.columns import RunColumns
@@ -54,6 +64,8 @@ class Diagnostics(AttemptResponse):
     """
 
     steps_seen: Annotated[int, doc("Number of steps up to the last one that is judged.")]
+    verdict: VerdictKind
+    summary: VerdictText
     findings: Annotated[list[FindingResponse], doc("The findings, the most severe first.")]
     missing: Missing
     step_levels: Annotated[list[StepLevel], doc("Parts of the run with about the same step time.")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
@@ -40,6 +40,11 @@ StepCount = Annotated[int, doc("Number of steps.")]
 StepNs = Annotated[int, doc("Time of a step, in nanoseconds.")]
 StepNumber = Annotated[int, doc("Number of the step.")]
 Title = Annotated[str, doc("The finding or the part in words.")]
+VerdictKind = Annotated[
+    Literal["findings", "too-early", "too-short", "not-compared", "well"],
+    doc("What the run is; `summary` has it in words."),
+]
+VerdictText = Annotated[str, doc("The verdict on a run without findings, in one sentence; empty with findings.")]
 WorldSize = Annotated[int, doc("Number of ranks that the training has.")]
 
 

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import time
 from typing import Annotated, Any
+from urllib.parse import quote
 
-from fastapi import APIRouter, Depends, Path, Query, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import HTMLResponse
 from typing_extensions import TypedDict
 
+from ddpobs.shared.quantities import time_of_day
 from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
-from ddpobs_server.api.deps import AttemptDep, RankQuery, Reader, RunDep, SettingsDep, StepRangeDep, StoreDep
+from ddpobs_server.api.deps import (
+    AttemptDep,
+    RankQuery,
+    Reader,
+    ReportsDep,
+    RunDep,
+    SettingsDep,
+    StepRangeDep,
+    StoreDep,
+)
 from ddpobs_server.api.fields import AttemptResponse, Title, doc
 from ddpobs_server.api.responses import json_response
 from ddpobs_server.figures.pictures import Pictures
 from ddpobs_server.figures.registry import NAMES, figure_kinds
-from ddpobs_server.figures.report_policy import report_policy, utc
+from ddpobs_server.figures.report_policy import report_policy
+from ddpobs_server.figures.report_tables import report_tables
 from ddpobs_server.figures.selection import Order, Selection
 from ddpobs_server.reports.run_state import state_of_run
 from ddpobs_server.web.security_headers import POLICY
@@ -126,9 +138,15 @@ def get_figure(
 
 @router.get("/runs/{run}/report.html", response_class=HTMLResponse)
 def get_report(
-    run: RunDep, attempt: AttemptDep, store: StoreDep, settings: SettingsDep, pictures: PicturesDep
+    run: RunDep,
+    attempt: AttemptDep,
+    store: StoreDep,
+    settings: SettingsDep,
+    pictures: PicturesDep,
+    reports: ReportsDep,
+    request: Request,
 ) -> HTMLResponse:
-    """A report of an attempt as one HTML file: findings, figures, settings. It needs no other file."""
+    """A report of an attempt as one HTML file: findings, figures, ranks, settings. It needs no other file."""
     sources = store.sources(run.run, attempt)
     hello = next((source.hello for source in sources if source.hello), None)
     facts = {"attempt": attempt, "ranks": f"{len(sources)} of {run.world_size}"}
@@ -136,13 +154,15 @@ def get_report(
         facts["state"] = state_of_run(run, settings, time.time_ns())
     if sources:
         facts["steps"] = f"{max(source.last_step for source in sources) + 1:,}"
-        facts["first seen"] = utc(min(source.first_seen_ns for source in sources))
-        facts["last seen"] = utc(max(source.last_seen_ns for source in sources))
+        facts["first seen"] = time_of_day(min(source.first_seen_ns for source in sources))
+        facts["last seen"] = time_of_day(max(source.last_seen_ns for source in sources))
     known = (
         {} if hello is None else {"backend": hello.backend, "device": hello.device, **hello.versions, **hello.settings}
     )
     texts = {name: str(value) for name, value in known.items()}
-    html, nonce = pictures.report(run.run, attempt, facts, texts)
+    tables = report_tables(sources, reports.attempts(run), store.latest_unused(run.run, attempt)[0], texts)
+    page = f"{(settings.public_url or str(request.base_url)).rstrip('/')}/runs/{quote(run.name)}"
+    html, nonce = pictures.report(run.run, attempt, page, facts, tables=tables)
     return _html_file(html, nonce)
 
 

@@ -27,7 +27,8 @@ class Gain(TypedDict):
     whole: Annotated[
         Literal["step", "run"], doc("The whole that `ratio` is a share of: a step, or the run's wall time.")
     ]
-    text: Annotated[str, doc("The saving in words, with what it is a share of.")]
+    run_ns: Annotated[int, doc("Time of the run that the remedy would save, in nanoseconds; 0 if `whole` is a step.")]
+    text: Annotated[str, doc("The saving in words, with what it is a share of; empty if nothing is saved.")]
 
 
 _Bounds = TypedDict("_Bounds", {"from": Annotated[int, doc("First step.")], "to": Annotated[int, doc("Last step.")]})
@@ -68,4 +69,5 @@ class FindingResponse(TypedDict):
     parameters: Annotated[list[str], doc("Names of the parameters that the finding is about.")]
     phase: Annotated[str | None, doc("Phase of the step; null if it is no single one.")]
     evidence: Annotated[Evidence, doc("Figures that the finding rests on, in the form of its code.")]
+    evidence_sentences: Annotated[list[str], doc("The same figures in sentences, without zeros and unknown values.")]
     gain: Annotated[Gain | None, doc("Predicted saving if the remedy works; null if it is not known.")]

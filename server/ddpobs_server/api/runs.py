@@ -11,6 +11,7 @@ import msgspec
 from fastapi import APIRouter, Query, Response
 from typing_extensions import TypedDict
 
+from ddpobs.shared.words import STATED_ELSEWHERE
 from ddpobs.wire.states import RunState
 from ddpobs_server.analysis.finding import Severity
 from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
@@ -25,6 +26,8 @@ from ddpobs_server.api.fields import (
     LastSeenNs,
     RunName,
     StepCount,
+    VerdictKind,
+    VerdictText,
     WorldSize,
     doc,
 )
@@ -60,6 +63,8 @@ class RunSummary(AttemptResponse):
 class LastDiagnosis(TypedDict):
     """The worst finding, and counts; `current` is true if it is up to date."""
 
+    verdict: VerdictKind
+    summary: VerdictText
     worst: Annotated[str | None, doc("Title of the worst finding; null without one.")]
     severity: Annotated[Severity | None, doc("How severe the finding is; null without a finding.")]
     code: Annotated[str | None, doc("Code of the finding; null without a finding.")]
@@ -217,14 +222,16 @@ def _diagnosis_json(reports: Reports, run: Run) -> LastDiagnosis | None:
     diagnosis, current = reports.last_diagnosis(run)
     if diagnosis is None:
         return None
-    worst = diagnosis.findings[0] if diagnosis.findings else None
+    worst = next((finding for finding in diagnosis.findings if finding.code not in STATED_ELSEWHERE), None)
     return {
+        "verdict": diagnosis.verdict,
+        "summary": diagnosis.summary,
         "worst": diagnosis.worst,
         "severity": worst.severity if worst else None,
         "code": worst.code if worst else None,
         "gain": worst.gain if worst else None,
         "goodput": diagnosis.goodput,
-        "findings": sum(diagnosis.counts.values()),
+        "findings": sum(count for (code, _), count in diagnosis.counts.items() if code not in STATED_ELSEWHERE),
         "missing": diagnosis.missing,
         "current": current,
     }

@@ -9,6 +9,7 @@ import numpy as np
 from bokeh.models import ColumnDataSource
 from bokeh.plotting import figure
 
+from ddpobs.shared.words import STATED_ELSEWHERE
 from ddpobs_server.figures.canvas import add_hover, add_quads
 from ddpobs_server.figures.theme import Theme
 
@@ -37,7 +38,7 @@ def mark_findings(
         (index, finding, interval)
         for index, finding in enumerate(findings)
         for interval in finding["intervals"]
-        if interval["to"] >= first and interval["from"] < end
+        if finding["code"] not in STATED_ELSEWHERE and interval["to"] >= first and interval["from"] < end
     ][:_MAX_INTERVALS]
     later = sum(interval["from"] >= end for finding in findings for interval in finding["intervals"])
     data: dict[str, list[Any]] = {

@@ -45,20 +45,3 @@ class Picture:
             "table": {"columns": list(self.columns), "rows": [list(row) for row in self.rows[:TABLE_ROWS]]},
             "shown": self.shown,
         }
-
-
-def milliseconds(ns: float) -> str:
-    """Format a time with three digits."""
-    for limit, unit, size in ((1e3, "ns", 1.0), (1e6, "µs", 1e3), (1e9, "ms", 1e6), (120e9, "s", 1e9)):
-        if abs(ns) < limit:
-            return f"{ns / size:.3g} {unit}" if abs(ns / size) < 999.5 else f"{ns / size:.0f} {unit}"
-    minutes = ns / 60e9
-    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
-
-
-def size_text(size_bytes: float) -> str:
-    """Format a size in decimal units."""
-    for limit, unit, size in ((1e3, "B", 1.0), (1e6, "kB", 1e3), (1e9, "MB", 1e6)):
-        if size_bytes < limit:
-            return f"{size_bytes / size:.3g} {unit}"
-    return f"{size_bytes / 1e9:.3g} GB"

@@ -6,11 +6,12 @@ Bokeh is imported for the first picture: that takes half a second, which a colle
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ddpobs_server.figures.figure_data import FigureData
 from ddpobs_server.figures.registry import figure_kinds
+from ddpobs_server.figures.report_tables import ReportTable
 from ddpobs_server.figures.selection import Selection
 from ddpobs_server.reports.cache import Cache
 from ddpobs_server.reports.reports import Reports
@@ -57,17 +58,26 @@ class Pictures:
 
         return figure_page(run.rpartition("/")[2], self.picture(run, attempt, name, selection), selection.dark)
 
-    def report(self, run: str, attempt: str, facts: dict[str, str], settings: dict[str, str]) -> tuple[str, str]:
+    def report(
+        self,
+        run: str,
+        attempt: str,
+        address: str,
+        facts: dict[str, str],
+        *,
+        tables: Sequence[ReportTable],
+    ) -> tuple[str, str]:
         """Return a page with the findings and all pictures that needs no other file, and the nonce of its scripts.
 
         Args:
             run: Key of the run.
             attempt: The attempt.
+            address: Address of the run's page.
             facts: Facts of the run, in order.
-            settings: Settings and versions of its ranks.
+            tables: Tables below the figures.
         """
         from ddpobs_server.figures.report_page import report_page
 
         diagnosis = self._reports.diagnostics(run, attempt)
         pictures = [self.picture(run, attempt, name, Selection(legend=_REPORT_LEGEND)) for name in figure_kinds()]
-        return report_page(run.rpartition("/")[2], facts, diagnosis, pictures, settings)
+        return report_page(run.rpartition("/")[2], address, facts, diagnosis, pictures, tables=tables)

@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 from bokeh.resources import Resources
 
-from ddpobs.shared.words import finding_lines
-from ddpobs_server.figures.report_policy import report_policy, utc
+from ddpobs.shared.quantities import time_range
+from ddpobs.shared.words import finding_lines, shown_findings
+from ddpobs_server.figures.report_policy import report_policy
+from ddpobs_server.figures.report_tables import ReportTable
 
 _MAX_INTERVALS = 3
 _STACKS = ("stacks", "threads", "traceback")
@@ -28,30 +30,34 @@ for (const place of document.querySelectorAll("[data-item]")) {
 
 def report_page(
     run: str,
+    address: str,
     facts: Mapping[str, str],
     diagnosis: Mapping[str, Any],
     pictures: Sequence[Mapping[str, Any]],
-    settings: Mapping[str, str],
+    *,
+    tables: Sequence[ReportTable],
 ) -> tuple[str, str]:
     """Return the file, and the nonce that its security policy allows.
 
     Args:
         run: Name of the run.
+        address: Address of its page.
         facts: Facts below its name, in order.
         diagnosis: Findings, in the form of the REST API.
         pictures: In the form of the REST API.
-        settings: Settings and versions.
+        tables: Tables below the pictures.
     """
     nonce = secrets.token_urlsafe(16)
     missing = "".join(f"<li>{escape(reason)}</li>" for reason in diagnosis["missing"])
     parts = [
         f"<h1>{escape(run)}</h1>",
+        f'<p><a href="{escape(address)}">{escape(address)}</a></p>',
         _list(facts),
-        *(_finding(finding) for finding in diagnosis["findings"]),
-        "" if diagnosis["findings"] else "<p>Nothing found.</p>",
+        *(_finding(finding) for finding in shown_findings(diagnosis)),
+        f"<p>{escape(diagnosis['summary'])}</p>" if diagnosis["summary"] else "",
         f"<details><summary>Not judged</summary><ul>{missing}</ul></details>" if missing else "",
         *(_picture(picture, nonce) for picture in pictures),
-        f"<h2>Settings and versions</h2>{_list(settings)}" if settings else "",
+        *(f"<h2>{escape(table.title)}</h2>{_table(table.columns, table.rows)}" for table in tables),
     ]
     return _page(run, parts, nonce), nonce
 
@@ -88,14 +94,18 @@ def _page(run: str, parts: Sequence[str], nonce: str, dark: bool = False) -> str
 
 
 def _finding(finding: Mapping[str, Any]) -> str:
+    sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in finding["evidence_sentences"])
+    steps = {"steps": _times(finding["intervals"])}
+    if finding["parameters"]:
+        steps["parameters"] = ", ".join(finding["parameters"])
     shown = {name: value for name, value in finding["evidence"].items() if name not in _STACKS}
-    evidence = {name.replace("_", " "): json.dumps(value) for name, value in shown.items()}
+    raw = escape(json.dumps(shown, indent=2))
     return (
         f'<article class="{escape(finding["severity"])}"><p class="code">{escape(finding["severity"])} · '
         f"{escape(finding['code'])}</p><h2>{escape(finding['verdict'])}</h2>{_list(dict(finding_lines(finding)))}"
         f"{''.join(f'<pre>{escape(text)}</pre>' for text in _stacks(finding['evidence']))}"
-        f"<details><summary>Evidence</summary>{_list({'steps': _times(finding['intervals'])} | evidence)}</details>"
-        "</article>"
+        f"<details><summary>Evidence</summary>{_list(steps)}<ul>{sentences}</ul>"
+        f"<details><summary>as JSON</summary><pre>{raw}</pre></details></details></article>"
     )
 
 
@@ -115,16 +125,19 @@ def _stacks(evidence: Mapping[str, Any]) -> list[str]:
 
 
 def _times(intervals: Sequence[Mapping[str, Any]]) -> str:
-    lines = [
-        f"{interval['from']:,} to {interval['to']:,}{_between(interval)}" for interval in intervals[:_MAX_INTERVALS]
-    ]
+    lines = [f"{_steps(interval)}{_between(interval)}" for interval in intervals[:_MAX_INTERVALS]]
     more = [f"and {len(intervals) - _MAX_INTERVALS} more"] if len(intervals) > _MAX_INTERVALS else []
     return "\n".join([*lines, *more])
 
 
+def _steps(interval: Mapping[str, Any]) -> str:
+    first, last = interval["from"], interval["to"]
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+
+
 def _between(interval: Mapping[str, Any]) -> str:
     began_ns, ended_ns = interval["began_ns"], interval["ended_ns"]
-    return "" if began_ns is None or ended_ns is None else f", {utc(began_ns)} to {utc(ended_ns)}"
+    return "" if began_ns is None or ended_ns is None else f", {time_range(began_ns, ended_ns)}"
 
 
 def _picture(picture: Mapping[str, Any], nonce: str) -> str:
@@ -134,13 +147,17 @@ def _picture(picture: Mapping[str, Any], nonce: str) -> str:
         return text
     # A "<" could end the script element.
     item = msgspec.json.encode(picture["item"]).decode().replace("<", "\\u003c")
-    heads = "".join(f"<th>{escape(column)}</th>" for column in table["columns"])
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in table["rows"])
     return (
         f'{text}<div data-item="item-{name}"></div>'
         f'<script nonce="{nonce}" type="application/json" id="item-{name}">{item}</script>'
-        f"<details><summary>As a table</summary><table><tr>{heads}</tr>{rows}</table></details>"
+        f"<details><summary>As a table</summary>{_table(table['columns'], table['rows'])}</details>"
     )
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    heads = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    lines = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><tr>{heads}</tr>{lines}</table>"
 
 
 def _list(facts: Mapping[str, str]) -> str:

@@ -1,4 +1,7 @@
-"""The help on a finding or a collector's alert: its page in `docs/`, which the wheel has in `page/help_pages/`."""
+"""The help: the pages in `docs/` on findings, on the collector's alerts, and on the terms.
+
+The wheel has them in `page/help_pages/`.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,25 @@ from pathlib import Path
 
 _PAGE = Path(__file__).parent
 _PACKAGED, _SOURCE = _PAGE / "help_pages", _PAGE.parents[2] / "docs"
-_PATTERNS = ("findings/*.md", "operations/monitoring.md", "operations/retention.md")
-_OTHER_HELP = re.compile(r"\]\(([\w-]+)\.md(?:#[^)]*)?\)")
+_PATTERNS = ("findings/*.md", "operations/monitoring.md", "operations/retention.md", "concepts.md")
+_LINK = re.compile(r"\[([^\]]+)\]\((?:[\w.-]+/)*([\w-]+)\.md(?:#[^)]*)?\)")
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./[^)]*\)")
-"""A link to a page that is not on the collector: its text stays."""
+"""A link to a file that is no page: its text stays."""
 
 
 @cache
 def help_page(code: str) -> str | None:
-    """Return the help on a kind of finding as HTML; None if there is none."""
+    """Return a page of the help as HTML; None if there is none."""
     from markdown_it import MarkdownIt
 
     if code not in (files := _files()):
         return None
-    text = files[code].read_text(encoding="utf-8")
-    content = MarkdownIt("commonmark", {"html": False}).enable("table").render(_with_links(text))
+    text = _OUTSIDE.sub(r"\1", _LINK.sub(_link, files[code].read_text(encoding="utf-8")))
+    content = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     return (_PAGE / "static" / "help.html").read_text().replace("{code}", escape(code)).replace("{content}", content)
 
 
+@cache
 def _files() -> dict[str, Path]:
     """Each page by its name."""
     packaged = [*_PACKAGED.glob("*.md")]
@@ -34,5 +38,7 @@ def _files() -> dict[str, Path]:
     return {path.stem: path for path in found}
 
 
-def _with_links(text: str) -> str:
-    return _OTHER_HELP.sub(r"](\1)", _OUTSIDE.sub(r"\1", text))
+def _link(match: re.Match[str]) -> str:
+    """A link to another page of the help; of a page that the collector does not have, the text stays."""
+    text, name = match[1], match[2]
+    return f"[{text}]({name})" if name in _files() else text

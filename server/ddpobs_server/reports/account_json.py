@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddpobs_server.analysis.account.parts import PARTS, TITLES, group_of, is_lost, is_productive
+from ddpobs_server.analysis.account.parts import GROUP_TITLES, PARTS, TITLES, group_of, is_lost, is_productive
 from ddpobs_server.analysis.account.rank_account import Process
 from ddpobs_server.analysis.account.run_account import AttemptAccount, Launch, Total, account_of
+from ddpobs_server.analysis.account.summary import account_summary
 from ddpobs_server.reports.liveness import world_size_of
 from ddpobs_server.store import Attempt, AttemptSummary, Source, Store
 
@@ -112,6 +113,7 @@ def account_json(store: Store, run: str, attempt: str, price: float | None) -> d
         "unit": "rank-hour" if devices <= {"cpu"} else "gpu-hour",
         "price_per_hour": price,
         **_total_json(account, price),
+        "summary": account_summary(account),
         "attempts_left_out": len(training) - len(covered),
         "attempts": [
             {
@@ -146,6 +148,7 @@ def _total_json(total: Total, price: float | None) -> dict[str, Any]:
             {
                 "part": part,
                 "group": group_of(part),
+                "group_title": GROUP_TITLES[group_of(part)],
                 "title": TITLES[part],
                 "rank_ns": total.parts[part],
                 "share": total.share(part),

@@ -18,6 +18,7 @@ from ddpobs_server.analysis.findings.registry import FINDINGS
 from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins, bins_of
 from ddpobs_server.analysis.steps.joined_steps import join
 from ddpobs_server.analysis.steps.step_levels import step_levels
+from ddpobs_server.analysis.verdict import verdict_of
 from ddpobs_server.reports.account_json import (
     attempts_of_training,
     attempts_within_limits,
@@ -70,10 +71,15 @@ class Diagnosis:
         missing += [result for result in results if isinstance(result, NotJudged)]
         if all_silent(sources, self._now_ns()) and not any(finding.code in ("hang", "crash") for finding in findings):
             missing.append(NotJudged("hang", _ALL_SILENT))
+        steps_seen = int(steps.step.max()) + 1 if len(steps.step) else 0
+        is_over = all(source.ended for source in sources) or all_silent(sources, self._now_ns())
+        verdict = verdict_of(evidence, findings, steps_seen, is_over=is_over)
         return {
             "run": run,
             "attempt": attempt,
-            "steps_seen": int(steps.step.max()) + 1 if len(steps.step) else 0,
+            "steps_seen": steps_seen,
+            "verdict": verdict.kind,
+            "summary": verdict.text,
             "findings": [evidence.clock.timed_finding(finding).as_json() for finding in by_severity(findings)],
             "missing": [str(not_judged) for not_judged in missing],
             "step_levels": _step_levels(evidence, judged),

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ddpobs.shared.words import shown_findings
+
 MAX_FINDINGS = 10
 """Findings of a run that are kept one by one: the most severe ones."""
 PLACE_CHARACTERS, _MAX_RANKS = 160, 8
@@ -40,7 +42,9 @@ class DiagnosisOutline:
 
     Attributes:
         findings: The most severe findings, at most `MAX_FINDINGS`.
-        worst: Verdict of the first of them; None without any.
+        verdict: What the run is, as `ddpobs_server.analysis.verdict` has it.
+        summary: The same in one sentence; empty with findings.
+        worst: Verdict of the first finding that is shown as such; None without any.
         counts: Number of findings by code and severity.
         missing: Number of findings that could not be judged.
         goodput: Time in steps that no restart repeated, as a share of the run's wall time; None if it is not known.
@@ -49,6 +53,8 @@ class DiagnosisOutline:
     """
 
     findings: tuple[FindingOutline, ...]
+    verdict: Any
+    summary: str
     worst: str | None
     counts: Mapping[tuple[str, str], int]
     missing: int
@@ -59,10 +65,12 @@ class DiagnosisOutline:
     @classmethod
     def of(cls, diagnosis: Mapping[str, Any]) -> DiagnosisOutline:
         """Return the outline of a response with findings."""
-        findings = diagnosis["findings"]
+        findings, shown = diagnosis["findings"], shown_findings(diagnosis)
         return cls(
             findings=tuple(map(_finding, findings[:MAX_FINDINGS])),
-            worst=findings[0]["verdict"] if findings else None,
+            verdict=diagnosis["verdict"],
+            summary=diagnosis["summary"],
+            worst=shown[0]["verdict"] if shown else None,
             counts=Counter((finding["code"], finding["severity"]) for finding in findings),
             missing=len(diagnosis["missing"]),
             goodput=diagnosis["goodput"],

@@ -13,6 +13,7 @@ from ddpobs_server.analysis.slow_ranks.facts import RankTurn, SlowRankFacts, Tak
 from ddpobs_server.analysis.slow_ranks.lateness import largest_phases
 from ddpobs_server.analysis.slow_ranks.slow_rank import Cause, LateBucket, SlowInTurn, SlowRank
 
+from ddpobs import wire
 from tests.support.analysis.judged import facts_of
 from tests.support.analysis.scenario import MS, columns, evidence_of, noiseless
 
@@ -47,8 +48,8 @@ def evidence() -> Evidence:
 def test_a_slow_rank_has_verdict_measure_times_cause_place_and_gain(evidence: Evidence) -> None:
     finding = describe_slow_rank(SLOW, evidence, None)
     assert finding.verdict == "Rank 2 is slow in backward since step 150"
-    assert finding.measure == "+30.0 ms a step, 37 % of it; 89 % of the steps; 6.0 s lost"
-    assert finding.when == "22:13 to 22:14 UTC"
+    assert finding.measure == "+30 ms a step, 37 % of it; 89 % of the steps; 0.3 rank-minutes of waiting"
+    assert finding.when == "22:13:20–22:14:20 UTC (60 s)"
     assert finding.cause == "preempted by other processes (96 % of the delay)"
     assert finding.where == "host node7, bucket 0.3: head.weight, head.bias"
     assert finding.gain is not None
@@ -58,7 +59,7 @@ def test_a_slow_rank_has_verdict_measure_times_cause_place_and_gain(evidence: Ev
 def test_the_verdict_names_no_step_that_it_does_not_know(evidence: Evidence) -> None:
     over = describe_slow_rank(replace(SLOW, since_step=None, is_over=True, gain=None), evidence, None)
     assert over.verdict == "Rank 2 was slow in backward"
-    assert over.when == "steps 150 to 599 (22:13 to 22:14 UTC)"
+    assert over.when == "steps 150 to 599, 22:13:20–22:14:20 UTC (60 s)"
     twice = replace(SLOW, intervals=(Interval(5, 40), *SLOW.intervals))
     assert describe_slow_rank(twice, evidence, None).when == "2 stretches of the steps 5 to 599"
 
@@ -66,14 +67,13 @@ def test_the_verdict_names_no_step_that_it_does_not_know(evidence: Evidence) -> 
 def test_the_measure_states_the_main_phase_if_it_is_not_the_whole_delay(evidence: Evidence) -> None:
     parts = replace(SLOW, phase_excess_ns={"backward": 20 * MS, "data": 10 * MS}, late_share=1.0)
     measure = describe_slow_rank(parts, evidence, None).measure
-    assert measure == "+30.0 ms a step (20.0 ms in backward), 37 % of it; every step; 6.0 s lost"
+    assert measure == "+30 ms a step (20 ms in backward), 37 % of it; every step; 0.3 rank-minutes of waiting"
 
 
 def test_the_delay_of_a_rank_that_is_seldom_late_is_of_its_late_steps(evidence: Evidence) -> None:
     measure = describe_slow_rank(replace(SLOW, late_share=0.14, excess_ns=243 * MS), evidence, None).measure
-    assert (
-        measure == "+243.0 ms a late step (30.0 ms in backward), 300 % of a usual step; 14 % of the steps; 6.0 s lost"
-    )
+    late = "+243 ms a late step (30 ms in backward), 300 % of a usual step; 14 % of the steps"
+    assert measure == f"{late}; 0.3 rank-minutes of waiting"
 
 
 def test_a_cause_that_is_not_known_is_stated_with_its_reason(evidence: Evidence) -> None:
@@ -91,6 +91,25 @@ def test_the_remedy_states_that_other_ranks_are_late_if_most_of_the_gain_needs_t
     assert ("Other ranks are late" in describe_slow_rank(slow, evidence, None).remedy) is is_stated
 
 
+def test_the_remedy_begins_with_the_place(evidence: Evidence) -> None:
+    hello = wire.Hello(host="node7", pid=4711, device="cpu", backend="gloo", versions={}, settings={})
+    known = replace(evidence, hellos={2: hello})
+    finding = describe_slow_rank(SLOW, known, None)
+    assert finding.where == "host node7, pid 4711, bucket 0.3: head.weight, head.bias"
+    assert finding.remedy.startswith("Rank 2 on node7 (pid 4711), backward of head: give it processors of its own")
+    sleeps = Cause("own-work", parts_ns={"own-work": 30.0 * MS}, counter_excess={"running_ns": 0.0}, blocked_ns=3e7)
+    finding = describe_slow_rank(replace(SLOW, cause=sleeps), known, None)
+    assert finding.cause == "its own code waits 30 ms, for data or a lock, or sleeps"
+    assert "`py-spy dump --pid 4711`" in finding.remedy
+
+
+def test_time_in_the_run_queue_is_named_beside_the_work_that_causes_it(evidence: Evidence) -> None:
+    counters = {"running_ns": 41.0 * MS, "run_delay_ns": 117.0 * MS}
+    queued = Cause("own-work", parts_ns={"own-work": 158.0 * MS}, counter_excess=counters)
+    cause = describe_slow_rank(replace(SLOW, cause=queued), evidence, None).cause
+    assert cause == "more work of its own on a busy processor: it runs 41 ms longer, and waits 117 ms for it"
+
+
 @pytest.mark.parametrize(("ranks", "named"), [(2, "Ranks 0 and 1"), (4, "Ranks 0, 1, 2 and 3"), (5, "5 ranks")])
 def test_ranks_that_are_slow_in_turn_are_named_up_to_four(ranks: int, named: str, evidence: Evidence) -> None:
     turns = [RankTurn(rank, "forward", 0.5, 9 * MS, 1 / ranks, 10**9, 0.0025) for rank in range(ranks)]
@@ -98,8 +117,8 @@ def test_ranks_that_are_slow_in_turn_are_named_up_to_four(ranks: int, named: str
     slow = SlowInTurn(facts, list(range(ranks)), "forward", (0, 449), (Interval(0, 449),), "critical", False, None)
     finding = describe_in_turn(slow, evidence, None)
     assert finding.verdict == f"{named} are slow in turn in forward"
-    assert finding.measure.count("+9.0 ms in forward") == min(ranks, 4)
-    assert finding.measure.endswith(f"; {ranks}.0 s lost, 30 % of these steps' time")
+    assert finding.measure.count("+9 ms in forward") == min(ranks, 4)
+    assert finding.measure.endswith(f"; {ranks * 3 / 60:.3g} rank-minutes of waiting, 30 % of these steps")
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,8 @@ def pulse(clock_mhz: int, slowdowns: list[str] | None = None) -> wire.Pulse:
         ("throttled", {"run_delay_ns": 39, "throttled_ns": 38}, "throttled by the processor quota", "cpu.max"),
         ("paging", {"major_faults": 300}, "paging", "more memory"),
         ("collecting-garbage", {"running_ns": 40, "collecting_ns": 37, "collections": 1}, "garbage", "gc.freeze"),
-        ("own-work", {"running_ns": 40}, "more work of its own", "longer inputs"),
-        ("own-work", {}, "its own code waits", "longer inputs"),
+        ("own-work", {"running_ns": 40}, "more work of its own", "sizes of its inputs"),
+        ("own-work", {}, "its own code waits", "py-spy dump"),
     ],
 )
 def test_the_cause_is_stated_with_its_share_and_its_remedy(

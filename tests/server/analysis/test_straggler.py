@@ -193,7 +193,7 @@ def test_one_long_step_does_not_change_the_finding_of_a_slow_rank(steps: int, ta
     assert plain.gain is not None
     assert finding.gain is not None
     assert (finding.ranks, finding.severity) == ([1], plain.severity)
-    assert finding.measure.startswith("+40.0 ms a step, 34 % of it; ")
+    assert finding.measure.startswith("+40 ms a step, 34 % of it; ")
     assert facts(finding).step_ns == 118 * MS
     assert facts(finding).lost_share == pytest.approx(facts(plain).lost_share, rel=0.15)
     assert finding.gain.ratio == pytest.approx(plain.gain.ratio, rel=0.15)

@@ -8,7 +8,7 @@ from ddpobs_server.analysis.findings.registry import MODULES
 
 from tests.support.server.browsing import Visit
 
-CODES = [code for module in MODULES for code in module.CODES]
+CODES = [*(code for module in MODULES for code in module.CODES), "concepts"]
 
 
 @pytest.mark.parametrize("code", CODES)

@@ -14,6 +14,7 @@ from axe_playwright_python.sync_playwright import Axe
 
 from benchmarks.rig.collector import collector
 from ddpobs import wire
+from ddpobs.shared.quantities import duration
 from tests.support.server import batches
 from tests.support.server.browsing import EVIL, Visit, batch, paused_visit, put, settle
 
@@ -24,10 +25,17 @@ def test_the_list_shows_the_run_and_its_worst_finding(browser: Any, url: str) ->
     assert visit.page.get_by_role("link", name="picture").get_attribute("href") == "/runs/picture"
     assert visit.page.locator("#runs .severity.critical").count() == 1
     assert re.fullmatch(r"\d\d %", visit.page.locator("#runs .c-gain").inner_text())
-    assert visit.page.locator("#runs .c-step").inner_text() == "70.0 ms"
+    assert visit.page.locator("#runs .c-step").inner_text() == "70 ms"
     assert visit.page.locator("#runs .spark polyline").count() == 1
     assert visit.errors == []
     assert all(address.startswith(url) for address in visit.requests)
+
+
+def test_the_page_prints_quantities_as_the_collector_does(browser: Any, url: str) -> None:
+    times = [0, 400, 340_000, 3 * 10**7, 131_400_000, 999_600_000, 125 * 10**9, 12_000 * 10**9, 187_200 * 10**9]
+    visit = Visit(browser, url)
+    script = "async (all) => { const m = await import('/static/times.js'); return all.map(m.duration); }"
+    assert visit.page.evaluate(script, times) == list(map(duration, times))
 
 
 def test_on_a_phone_the_pages_fit_its_width(browser: Any, url: str) -> None:
@@ -55,14 +63,14 @@ def test_the_list_requests_no_diagnosis_that_it_already_has(browser: Any, tmp_pa
     assert not [address for address in visit.requests if "diagnostics" in address]
 
 
-def test_a_run_without_steps_is_shown_as_not_judged(browser: Any, tmp_path: Path) -> None:
+def test_a_run_without_steps_is_too_early_to_judge(browser: Any, tmp_path: Path) -> None:
     with collector(tmp_path) as running:
         put(running.url, batches.batch("begun"))
         for _ in range(2):  # First the list requests the diagnosis, then the list includes it.
             visit = Visit(browser, running.url)
-            visit.page.locator("#runs td").get_by_text("not judged yet").wait_for()
+            visit.page.locator("#runs td").get_by_text("Too early: 32 steps are needed, 0 are there.").wait_for()
         visit.page.get_by_role("link", name="begun").click()
-        visit.page.get_by_role("heading", name="No step to judge yet.").wait_for()
+        visit.page.get_by_role("heading", name="Too early: 32 steps are needed, 0 are there.").wait_for()
         visit.page.get_by_text("No data of step 0 is stored.").wait_for()
 
 
@@ -83,14 +91,13 @@ def test_the_table_of_ranks_shows_the_current_phase_and_bucket(
         visit.page.locator("#processes td").get_by_text(text).wait_for()
 
 
-def test_the_list_counts_the_findings_that_a_short_run_cannot_have_judged(browser: Any, tmp_path: Path) -> None:
+def test_the_list_has_how_many_steps_a_short_run_needs(browser: Any, tmp_path: Path) -> None:
     with collector(tmp_path) as running:
         put(running.url, batches.batch("short", steps=batches.steps(0, 10)))
-        missing = httpx.get(f"{running.url}/api/v1/runs/short/diagnostics").json()["missing"]
-        assert missing
+        httpx.get(f"{running.url}/api/v1/runs/short/diagnostics")
         for _ in range(2):
             visit = Visit(browser, running.url)
-            text = f"nothing found, {len(missing)} not judged"
+            text = "Too early: 32 steps are needed, 10 are there."
             visit.page.locator("#runs td").get_by_text(text, exact=True).wait_for()
 
 

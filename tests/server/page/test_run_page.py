@@ -45,7 +45,7 @@ def test_the_figures_show_the_slow_rank(browser: Any, url: str) -> None:
     visit = drawn(browser, f"{url}/runs/picture")
     visit.page.get_by_role("heading", name="Rank 1 is slow in backward").wait_for()
     assert summary(visit, "ranks").startswith(
-        f"2 of 2 ranks, steps 1 to {STEPS - 1}. Rank 1 cost the others most: 30 ms"
+        f"2 of 2 ranks, steps 1 to {STEPS - 1}. Rank 1 delays the others most: 30 ms"
     )
     assert column(visit, "ranks", "cells", "delay") == pytest.approx([30.0] * (STEPS - 1) + [0.0] * (STEPS - 1))
     assert column(visit, "phases", "bins", "backward") == [35.0] * STEPS
@@ -384,6 +384,8 @@ def test_the_report_is_one_file_that_draws_all_figures(browser: Any, url: str, t
     file.write_bytes(answer.content)
     visit = Visit(browser, file.as_uri())
     visit.page.get_by_role("heading", name="Rank 1 is slow in backward").wait_for()
+    visit.page.get_by_role("heading", name="Ranks", exact=True).wait_for()
+    assert visit.page.get_by_role("link", name=f"{url}/runs/picture").count() == 1
     visit.page.locator("[data-item=item-buckets] canvas").first.wait_for()
     assert visit.page.locator("[data-item] .bk-Figure").count() == DRAWN
     assert visit.page.get_by_text(re.escape(EVIL)).count() == 0

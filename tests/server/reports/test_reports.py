@@ -41,9 +41,9 @@ def test_the_slow_rank_is_named_from_stored_batches(store: Store) -> None:
     straggler = next(f for f in diagnosis["findings"] if f["code"] == "straggler")
     assert (straggler["ranks"], straggler["phase"], straggler["evidence"]["host"]) == ([2], "data", "node")
     fields = "code severity title verdict measure when cause where remedy gain "
-    fields += "ranks buckets parameters phase steps evidence intervals"
+    fields += "ranks buckets parameters phase steps evidence evidence_sentences intervals"
     assert set(straggler) == set(fields.split())
-    assert set(straggler["gain"]) == {"step_ns", "ratio", "error_ratio", "whole", "text"}
+    assert set(straggler["gain"]) == {"step_ns", "ratio", "error_ratio", "whole", "run_ns", "text"}
 
 
 def test_a_balanced_run_has_no_findings_and_nothing_missing(store: Store) -> None:

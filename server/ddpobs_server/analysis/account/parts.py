@@ -23,6 +23,14 @@ _GROUPS = {
     **dict.fromkeys(("stuck", "unfinished_step", "finish", "idle"), "idle"),
     **dict.fromkeys(("unrecorded", "not_known"), "not_known"),
 }
+GROUP_TITLES = {
+    "start_up": "start-up",
+    "steps": "steps",
+    "outside": "outside of steps",
+    "restarts": "restarts",
+    "idle": "idle or stuck",
+    "not_known": "not known",
+}
 TITLES = {
     "data": "steps: waiting for data",
     "forward": "steps: forward",

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ddpobs.shared.quantities import duration
 from ddpobs_server.analysis.communication.step_replay import Replay, exposes_communication, steady_replay_of
 from ddpobs_server.analysis.evidence import Evidence, Judgement
-from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, milliseconds
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged
 
 CODES = ("accumulation-pays",)
 BATCHES = 4
@@ -63,7 +64,7 @@ def _finding(evidence: Evidence, replay: Replay, gain: Gain) -> Finding:
         severity="info",
         verdict=f"Reducing gradients every {BATCHES}th batch would save time",
         measure=f"{BATCHES - 1} of {BATCHES} batches without communication",
-        cause=f"backward does not hide {milliseconds(replay.now_ns)} of communication a step",
+        cause=f"backward does not hide {duration(replay.now_ns)} of communication a step",
         remedy=(
             f"Accumulate {BATCHES} batches: {BATCHES - 1} of them under no_sync. The optimizer then sees "
             f"{BATCHES} times the batch size, so the learning rate may need a change."

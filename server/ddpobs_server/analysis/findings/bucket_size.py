@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ddpobs.shared.quantities import duration
 from ddpobs.wire.facts import SettingFacts, read_facts
 from ddpobs_server.analysis.communication import link_model
 from ddpobs_server.analysis.communication.arrivals import arrivals
@@ -16,7 +17,7 @@ from ddpobs_server.analysis.communication.step_replay import (
     steady_replay_of,
 )
 from ddpobs_server.analysis.evidence import ColumnReader, Evidence, Judgement
-from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, advice_severity, milliseconds
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, advice_severity
 from ddpobs_server.analysis.steps.joined_steps import Floats
 
 CODES = ("bucket-size",)
@@ -100,7 +101,7 @@ def _finding(evidence: Evidence, replay: Replay, cap: float, gains: dict[float, 
         severity=advice_severity(gain),
         verdict=f"bucket_cap_mb={cap:g} would make steps faster",
         measure=f"{instead}with {len(replay.sizes)} buckets now",
-        cause=f"backward does not hide {milliseconds(replay.now_ns)} of communication a step",
+        cause=f"backward does not hide {duration(replay.now_ns)} of communication a step",
         remedy=f"Set bucket_cap_mb={cap:g}, and compare the step time of some hundred steps.",
         steps=evidence.step_range,
         phase="exposed_comm",

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ddpobs.shared.delay import moving
+from ddpobs.shared.quantities import duration
 from ddpobs.shared.words import format_ranks, percent
 from ddpobs_server.analysis.communication import link_model
 from ddpobs_server.analysis.communication.processors import Shortage, shortage
@@ -24,7 +25,7 @@ from ddpobs_server.analysis.communication.step_replay import (
 )
 from ddpobs_server.analysis.communication.transfers import Transfers
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, milliseconds, severity_of
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, severity_of
 from ddpobs_server.analysis.slow_ranks.lateness import step_weights
 from ddpobs_server.analysis.steps.joined_steps import Floats
 
@@ -185,8 +186,8 @@ def _finding(evidence: Evidence, times: _Times, replay: Replay | str) -> Finding
     return Finding(
         code="comm-bound",
         severity=severity_of(kind.gain.ratio * in_steps) if kind.gain else "info",
-        verdict=_verdict(times.share),
-        measure=f"{milliseconds(times.moving_ns)} a step, without waiting for late ranks",
+        verdict=f"Moving data takes {percent(times.share)} of the steps' time",
+        measure=f"{duration(times.moving_ns)} a step that backward does not hide",
         when="" if in_steps > 0.5 else f"the steps are {percent(in_steps)} of the time examined",
         cause=kind.words,
         remedy=_REMEDIES[kind.name],
@@ -205,10 +206,6 @@ def _finding(evidence: Evidence, times: _Times, replay: Replay | str) -> Finding
             **({} if isinstance(replay, str) else _link_facts(evidence, replay)),
         ),
     )
-
-
-def _verdict(share: float) -> str:
-    return f"Exposed communication takes {percent(share)} of the steps' time"
 
 
 def _link_facts(evidence: Evidence, replay: Replay) -> dict[str, Any]:
@@ -264,8 +261,8 @@ def _unsplit(evidence: Evidence, times: _Times) -> Finding:
     return Finding(
         code="comm-bound",
         severity="info",
-        verdict=_verdict(share),
-        measure=f"{milliseconds(times.exposed_ns)} a step, with waiting",
+        verdict=f"Exposed communication takes {percent(share)} of the steps' time",
+        measure=f"{duration(times.exposed_ns)} a step, with waiting",
         cause="not known: whether ranks wait for a late rank cannot be seen",
         remedy=remedy,
         steps=evidence.step_range,

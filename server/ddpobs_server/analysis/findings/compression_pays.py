@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ddpobs.shared.quantities import duration
 from ddpobs_server.analysis.communication.step_replay import (
     Replay,
     exposes_communication,
@@ -11,7 +12,7 @@ from ddpobs_server.analysis.communication.step_replay import (
     steady_replay_of,
 )
 from ddpobs_server.analysis.evidence import Evidence, Judgement
-from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, advice_severity, milliseconds
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, advice_severity
 
 CODES = ("compression-pays",)
 UNCOMPRESSED = "all_reduce"
@@ -60,7 +61,7 @@ def _finding(evidence: Evidence, replay: Replay, gain: Gain) -> Finding:
         severity=advice_severity(gain),
         verdict="Gradients in half precision would make steps faster",
         measure=f"{size_mb / 2:.3g} instead of {size_mb:.3g} MB a step",
-        cause=f"backward does not hide {milliseconds(replay.now_ns)} of communication a step",
+        cause=f"backward does not hide {duration(replay.now_ns)} of communication a step",
         remedy=(
             "Pass comm='bf16', or register torch's bf16_compress_hook, and compare the loss of a short run: half "
             "precision rounds the gradients."

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 
 from ddpobs import wire
 from ddpobs.shared.hang_verdict import Hang
+from ddpobs.shared.quantities import time_range
 from ddpobs.shared.words import format_bucket, format_ranks
 from ddpobs_server.analysis.causes.rank_ends import End, ends_of
 from ddpobs_server.analysis.causes.waited_for import bucket_parameters, hang_at, shown_ranks, waited_for
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, Interval
-from ddpobs_server.analysis.steps.intervals import format_times
 
 CODES = ("crash",)
 _DIED = (
@@ -136,7 +136,7 @@ def _gave_up(evidence: Evidence, ends: list[End], hang: Hang) -> Finding:
         severity="critical",
         verdict=f"Rank {first.rank} ended in step {first.step}, waiting for {_few(awaited)}",
         measure=first.error if first.kind == "failed" else first.reason,
-        when=format_times(began_ns, first.wall_ns, exact=True) if is_long else "",
+        when=time_range(began_ns, first.wall_ns) if is_long else "",
         cause=hang.cause,
         where=evidence.where(awaited, hang.where),
         remedy=hang.remedy,

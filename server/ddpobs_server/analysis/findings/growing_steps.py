@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.quantities import duration
 from ddpobs.shared.words import percent
 from ddpobs_server.analysis.causes.code_places import places_in
 from ddpobs_server.analysis.evidence import Evidence, Judgement
-from ddpobs_server.analysis.finding import Facts, Finding, milliseconds, severity_of
+from ddpobs_server.analysis.finding import Facts, Finding, severity_of
 from ddpobs_server.analysis.slow_ranks.lateness import mean_gain
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 from ddpobs_server.analysis.steps.shared_time import shared_ns, shared_phases_ns
@@ -83,8 +84,8 @@ def _finding(evidence: Evidence, joined: JoinedSteps, levels_ns: Floats) -> Find
         code="growing-steps",
         severity="info" if cause == "batches" else severity_of(gain.ratio),
         verdict="The steps of all ranks become longer",
-        measure=f"from {milliseconds(levels_ns[0])} to {milliseconds(levels_ns[-1])} a step, "
-        f"{milliseconds(growth_ns.max())} of it in {phase}",
+        measure=f"from {duration(levels_ns[0])} to {duration(levels_ns[-1])} a step, "
+        f"{duration(growth_ns.max())} of it in {phase}",
         when=f"steps {joined.step[0]} to {joined.step[-1]}",
         cause=words,
         remedy=_BATCHES_REMEDY if cause == "batches" else _REMEDIES[phase],

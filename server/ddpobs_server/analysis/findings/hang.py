@@ -9,6 +9,7 @@ from functools import cache, partial
 from ddpobs import wire
 from ddpobs.shared.hang_verdict import Hang, judge
 from ddpobs.shared.judged_rank import JudgedRank
+from ddpobs.shared.quantities import time_range
 from ddpobs.shared.words import format_ranks
 from ddpobs.wire.facts import StuckFacts, facts_of
 from ddpobs_server.analysis.causes.rank_ends import End, ends_of, interrupt_of
@@ -16,7 +17,6 @@ from ddpobs_server.analysis.causes.waited_for import bucket_parameters, hang_at,
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, Interval
 from ddpobs_server.analysis.findings.crash import hang_before
-from ddpobs_server.analysis.steps.intervals import format_times
 
 CODES = ("hang",)
 _WAITS = {"bucket", "collective"}
@@ -113,7 +113,7 @@ def _ended(evidence: Evidence, verdict: Hang, end: End) -> Finding:
         finding,
         verdict=verdict.verdict.replace("hangs", "hung", 1),
         measure=f"{verdict.measure}, until {until}",
-        when=format_times(began_ns, ended_ns, exact=True),
+        when=time_range(began_ns, ended_ns),
         intervals=(Interval(*finding.steps, began_ns, ended_ns),),
     )
 

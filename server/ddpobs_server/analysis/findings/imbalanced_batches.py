@@ -12,9 +12,10 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs.shared.delay import excesses
+from ddpobs.shared.quantities import duration
 from ddpobs.shared.words import percent
 from ddpobs_server.analysis.evidence import Evidence, Judgement
-from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, how_often, milliseconds, severity_of
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, how_often, severity_of
 from ddpobs_server.analysis.findings.straggler import (
     MIN_COMPARED_STEPS,
     RECENT_STEPS,
@@ -131,7 +132,7 @@ def _finding(
         code="imbalanced-batches",
         severity=severity_of(lost_share),
         verdict=f"Rank {rank} is late because of its batches",
-        measure=f"{milliseconds(excess_ns)} more in {how_often(late_share)}, of a step of {milliseconds(step_ns)}",
+        measure=f"{duration(excess_ns)} more in {how_often(late_share)}, of a step of {duration(step_ns)}",
         cause=f"its batches have {ratio:.2f} times the {fit.measure} of the other ranks' batches",
         where=evidence.where([rank]),
         remedy=_REMEDY,
@@ -158,8 +159,8 @@ def _of_constant_batches(slow: SlowRank, constant: ConstantWork, evidence: Evide
         code="imbalanced-batches",
         severity=slow.severity,
         verdict=f"Rank {slow.rank} is late because of its batches",
-        measure=f"{milliseconds(slow.excess_ns)} more in {how_often(slow.late_share)}, of a step of "
-        f"{milliseconds(slow.step_ns)}",
+        measure=f"{duration(slow.excess_ns)} more in {how_often(slow.late_share)}, of a step of "
+        f"{duration(slow.step_ns)}",
         cause=f"its batches always have {constant.ratio(index):.2f} times the {constant.measure} of the other ranks' "
         "batches",
         where=evidence.where([slow.rank]),

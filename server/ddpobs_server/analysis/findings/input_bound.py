@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.quantities import duration
 from ddpobs.shared.words import percent
 from ddpobs_server.analysis.causes.code_places import COPIES, Places, places_in
 from ddpobs_server.analysis.causes.input_cause import InputCause, InputUse, cause_of
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Facts, Finding, NotJudged, milliseconds, severity_of
+from ddpobs_server.analysis.finding import Facts, Finding, NotJudged, severity_of
 from ddpobs_server.analysis.steps.joined_steps import Floats
 from ddpobs_server.analysis.steps.phase_shares import mean_step_ns, phase_shares
 
@@ -142,7 +143,7 @@ def _finding(evidence: Evidence, shares: Floats, share: float, cause: InputCause
         code="input-bound",
         severity=severity_of(share),
         verdict=f"{activity} takes {percent(share)} of the steps' time",
-        measure=f"{milliseconds(share * mean_ns)} of {milliseconds(mean_ns)} a step",
+        measure=f"{duration(share * mean_ns)} of {duration(mean_ns)} a step",
         cause=cause.words,
         remedy=cause.remedy,
         steps=evidence.step_range,

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.quantities import duration
 from ddpobs.shared.words import percent
 from ddpobs_server.analysis.causes.code_places import Places, places_in
 from ddpobs_server.analysis.communication.processors import delayed_share
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, milliseconds, severity_of
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, severity_of
 from ddpobs_server.analysis.findings.processor_bound import processor_bound
 from ddpobs_server.analysis.steps.phase_shares import mean_step_ns, phase_shares
 
@@ -59,9 +60,9 @@ def other_bound(evidence: Evidence) -> Judgement:
             code="other-bound",
             severity=severity_of(gain.ratio) if gain else "info",
             verdict=f"Code outside of all phases takes {percent(share)} of every step",
-            measure=f"{milliseconds(share * step_ns)} of {milliseconds(step_ns)} a step on every rank",
+            measure=f"{duration(share * step_ns)} of {duration(step_ns)} a step on every rank",
             cause=_cause(locations)
-            + (f"; all code waits {milliseconds(waits_ns)} a step for a processor" if waits_ns else ""),
+            + (f"; all code waits {duration(waits_ns)} a step for a processor" if waits_ns else ""),
             remedy=_remedy(locations),
             steps=evidence.step_range,
             phase="other",

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.quantities import duration
 from ddpobs.shared.words import format_ranks, percent
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, milliseconds, severity_of
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, severity_of
 from ddpobs_server.analysis.steps.pipeline import StageTimes, expected_bubble, predicted_schedule_ns, stage_times
 
 CODES = ("pipeline-imbalance",)
@@ -117,8 +118,8 @@ def _finding(evidence: Evidence, times: Sequence[StageTimes], slow: StageTimes, 
         code="pipeline-imbalance",
         severity=severity_of((predicted_ns - balanced_ns) / step_ns),
         verdict=f"The pipeline waits for {slow.stage.name}",
-        measure=f"{milliseconds(slow.computing_ns / micro_batches)} of computation per micro-batch, "
-        f"{milliseconds(excess_ns / micro_batches)} ({percent(excess_ns / others_ns)}) more than the other stages",
+        measure=f"{duration(slow.computing_ns / micro_batches)} of computation per micro-batch, "
+        f"{duration(excess_ns / micro_batches)} ({percent(excess_ns / others_ns)}) more than the other stages",
         cause="not known: more layers and a slower device look alike",
         where=evidence.where(slow.stage.ranks, format_ranks(slow.stage.ranks)),
         remedy=_remedy(slow, move),

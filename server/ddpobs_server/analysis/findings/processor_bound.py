@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.quantities import duration
 from ddpobs.shared.words import format_ranks, percent
 from ddpobs_server.analysis.causes.processor_shortage import allowed_processors, shortage_cause
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Facts, Finding, Interval, NotJudged, milliseconds, severity_of
+from ddpobs_server.analysis.finding import Facts, Finding, Interval, NotJudged, severity_of
 from ddpobs_server.analysis.slow_ranks.lateness import mean_gain, step_weights
 from ddpobs_server.analysis.statistics.change_points import segments
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
@@ -131,7 +132,7 @@ def _finding(evidence: Evidence, joined: JoinedSteps, index: wire.Ints, rows: tu
         code="processor-bound",
         severity="info" if is_ahead else severity_of(float(shares.mean()) * held_share),
         verdict=f"{subject} for a processor" + ("" if since is None else f" since step {since}"),
-        measure=f"{milliseconds(mean_delay_ns)} a step without one, {percent(float(shares.mean()))} of it",
+        measure=f"{duration(mean_delay_ns)} a step without one, {percent(float(shares.mean()))} of it",
         when="" if goes_on else f"steps {steps[0]} to {steps[1]}",
         cause=cause.words,
         where=evidence.where(ranks),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ddpobs.shared.quantities import duration
 from ddpobs.shared.words import format_ranks, percent
 from ddpobs_server.analysis.account.parts import START_UP, TITLES, Parts, added, group_of
 from ddpobs_server.analysis.account.rank_account import Process
@@ -181,7 +182,7 @@ def _finding(evidence: Evidence, account: RunAccount, losses: dict[_Cause, int],
         code="time-outside-steps",
         severity=severity_of(share),
         verdict=f"{percent(outside)} of the run's wall time is outside of steps",
-        measure=f"{outside * wall_ns / 1e9:.3g} of {wall_ns / 1e9:.3g} s on a rank",
+        measure=f"{duration(outside * wall_ns)} of {duration(wall_ns)} on a rank",
         cause=what,
         where=evidence.where(ranks),
         remedy=f"{remedy}.",
@@ -196,7 +197,13 @@ def _finding(evidence: Evidence, account: RunAccount, losses: dict[_Cause, int],
             shares_of_run={part: round(account.share(part), 4) for part in account.parts},
             titles={part: TITLES[part] for part in account.parts},
         ),
-        gain=Gain(round(lost_ns / _ranks(account) / steps), round(saved, 4), 1.0, whole="run"),
+        gain=Gain(
+            round(lost_ns / _ranks(account) / steps),
+            round(saved, 4),
+            1.0,
+            whole="run",
+            run_ns=round(lost_ns / _ranks(account)),
+        ),
         intervals=tuple(
             Interval(bounds["from"], bounds["to"], bounds["began_ns"], bounds["ended_ns"]) for bounds in intervals
         ),

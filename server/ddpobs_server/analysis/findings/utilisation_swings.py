@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.quantities import duration
 from ddpobs.shared.words import percent
 from ddpobs_server.analysis.evidence import Evidence, Judgement
-from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, advice_severity, milliseconds
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, advice_severity
 from ddpobs_server.analysis.statistics.level_shifts import level_segments
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 from ddpobs_server.analysis.steps.shared_time import shared_ns
@@ -181,7 +182,7 @@ def _finding(evidence: Evidence, swing: _Swing, step_ns: Floats) -> Finding:
         code="utilisation-swings",
         severity=advice_severity(saving) if saving else "info",
         verdict=f"The step time swings by {percent(_size(swing))} {every}",
-        measure=f"{milliseconds(fast_ns)} in fast steps, {milliseconds(slow_ns)} in slow ones",
+        measure=f"{duration(fast_ns)} in fast steps, {duration(slow_ns)} in slow ones",
         cause=f"not known: {percent(phase_share)} of the difference is in {named}",
         remedy=_REMEDIES.get(phase, _COMPUTATION),
         steps=evidence.step_range,

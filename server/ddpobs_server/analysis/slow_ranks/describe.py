@@ -5,21 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ddpobs.shared.quantities import duration, time_range
 from ddpobs.shared.words import format_bucket, format_ranks, percent
 from ddpobs_server.analysis.evidence import Evidence
-from ddpobs_server.analysis.finding import Finding, Interval, how_often, milliseconds
+from ddpobs_server.analysis.finding import Finding, Interval, how_often, waiting_text
 from ddpobs_server.analysis.slow_ranks.facts import MovingFacts, RankTurn, SlowRankFacts, TakingTurnsFacts
 from ddpobs_server.analysis.slow_ranks.slow_rank import Cause, DeviceClock, SlowInTurn, SlowRank
-from ddpobs_server.analysis.steps.intervals import format_intervals, format_seconds, format_times
+from ddpobs_server.analysis.steps.intervals import format_intervals
 from ddpobs_server.analysis.steps.pipeline import Stage
 
+_UNKNOWN_CAUSE = (
+    "look first for other processes on its host (top), then for longer inputs or more work on this rank, then for a "
+    "slower device."
+)
 _PHASE_REMEDIES = {
-    "data": "Check this rank's input: its storage, its loader workers, the sizes of its samples.",
-    "forward": "Check for longer inputs on this rank, other processes on its host, a slower device.",
-    "backward": "Check for longer inputs on this rank, other processes on its host, a slower device.",
-    "optimizer": "Check the work that only this rank does after backward: clipping, logging, its own optimizer.",
-    "other": "Check the work of this rank between the phases: logging, metrics, checks.",
+    "data": "compare its input with the other ranks': first the storage, then the loader's workers, then the samples.",
+    "forward": _UNKNOWN_CAUSE,
+    "backward": _UNKNOWN_CAUSE,
+    "optimizer": "look for work that only this rank does after backward: clipping, logging, its own optimizer.",
+    "other": "look for work that only this rank does between the phases: logging, metrics, checks.",
 }
+"""What to do in each phase if the cause is not known."""
+_WORK_REMEDIES = _PHASE_REMEDIES | dict.fromkeys(
+    ("forward", "backward"),
+    "compare the sizes of its inputs with the other ranks', then its layers, hooks and checks.",
+)
+"""The same if the rank runs longer on a processor."""
 _OVER = "It is over: look at what ran on its host at these times."
 _NOT_ALONE = "Other ranks are late in the same steps: most of the gain needs them to be fixed too."
 _CAUSES = {
@@ -30,25 +41,25 @@ _CAUSES = {
 }
 _CAUSE_REMEDIES = {
     "preempted": (
-        "Give this rank processors of its own: move other programs off its host, start fewer loader workers and "
+        "give it processors of its own: move other programs off its host, start fewer loader workers and "
         "threads, or pin ranks to separate processors (taskset, numactl, a cpuset)."
     ),
     "throttled": (
-        "Raise the control group's processor quota (cpu.max; limits.cpu in Kubernetes), or use fewer threads and "
+        "raise the control group's processor quota (cpu.max; limits.cpu in Kubernetes), or use fewer threads and "
         "loader workers, so that the process stays below it."
     ),
     "paging": (
-        "Give the host more memory, or need less of it: smaller caches, fewer loader workers, data read in order "
+        "give the host more memory, or need less of it: smaller caches, fewer loader workers, data read in order "
         "instead of through a memory map."
     ),
     "collecting-garbage": (
-        "Call gc.freeze() after start-up, keep fewer Python objects, or call gc.disable() and collect on all ranks in "
+        "call gc.freeze() after start-up, keep fewer Python objects, or call gc.disable() and collect on all ranks in "
         "the same step."
     ),
 }
-_DEVICE_REMEDY = "Check the device's cooling, power supply and power limit (nvidia-smi -q -d PERFORMANCE)."
+_DEVICE_REMEDY = "check the device's cooling, power supply and power limit (nvidia-smi -q -d PERFORMANCE)."
 _THREAD_REMEDY = (
-    "Let this thread do less in Python, or work in a process of its own: saving, logging, compressing. No other rank "
+    "let this thread do less in Python, or work in a process of its own: saving, logging, compressing. No other rank "
     "has one like it."
 )
 _MOVING_REMEDY = (
@@ -58,6 +69,8 @@ _MOVING_REMEDY = (
 _TURNS_REMEDY = "Fix each rank in its phase: the ranks hide each other, so that fixing one alone gains little."
 _MAIN_PHASE_SHARE = 0.9
 """Share of the delay below which the measure states the delay in the main phase, too."""
+_QUEUED_SHARE = 0.5
+"""Share of the delay from which time in the run queue is named beside the work that causes it."""
 _MAX_RANKS = 4
 """Maximum number of ranks in turn that are named with their figures."""
 
@@ -70,13 +83,13 @@ def describe_slow_rank(slow: SlowRank, evidence: Evidence, stage: Stage | None) 
         code="straggler",
         severity=slow.severity,
         verdict=f"Rank {slow.rank} {'was' if slow.is_over else 'is'} slow in {slow.phase}{since}",
-        measure=_measure(slow, stage),
+        measure=_measure(slow, evidence, stage),
         when=_when(slow.intervals, slow.since_step),
         cause=_cause(slow),
         where=evidence.where(
             [slow.rank], format_bucket(bucket.module, bucket.index, bucket.parameters) if bucket else ""
         ),
-        remedy=_remedy(slow),
+        remedy=_remedy(slow, evidence),
         steps=slow.steps,
         ranks=[slow.rank],
         buckets=[bucket.index] if bucket else [],
@@ -88,19 +101,20 @@ def describe_slow_rank(slow: SlowRank, evidence: Evidence, stage: Stage | None) 
     )
 
 
-def _measure(slow: SlowRank, stage: Stage | None) -> str:
+def _measure(slow: SlowRank, evidence: Evidence, stage: Stage | None) -> str:
     """The delay, its share of a step, how often it occurs, and the time lost."""
     phase_ns = next(iter(slow.phase_excess_ns.values()), slow.excess_ns)
-    words = [f"+{milliseconds(slow.excess_ns)} a {'step' if slow.is_persistent else 'late step'}"]
+    words = [f"+{duration(slow.excess_ns)} a {'step' if slow.is_persistent else 'late step'}"]
     if phase_ns < _MAIN_PHASE_SHARE * slow.excess_ns:
-        words.append(f"({milliseconds(phase_ns)} in {slow.phase})")
+        words.append(f"({duration(phase_ns)} in {slow.phase})")
     if slow.without_queue:
         words.append("without time in the run queue")
     if stage is not None:
         words.append(f"over the other replicas of {stage.name}")
     share = percent(slow.excess_ns / max(1, slow.step_ns))
     whole = "it" if slow.is_persistent else "a usual step"
-    return f"{' '.join(words)}, {share} of {whole}; {how_often(slow.late_share)}; {format_seconds(slow.lost_ns)} lost"
+    lost = waiting_text(slow.lost_ns, len(evidence.joined.ranks))
+    return f"{' '.join(words)}, {share} of {whole}; {how_often(slow.late_share)}; {lost}"
 
 
 def _when(intervals: Sequence[Interval], since_step: int | None) -> str:
@@ -108,7 +122,7 @@ def _when(intervals: Sequence[Interval], since_step: int | None) -> str:
     if len(intervals) > 1 or since_step is None:
         return format_intervals(intervals)
     began_ns, ended_ns = intervals[0].began_ns, intervals[0].ended_ns
-    return "" if began_ns is None or ended_ns is None else format_times(began_ns, ended_ns)
+    return "" if began_ns is None or ended_ns is None else time_range(began_ns, ended_ns)
 
 
 def _cause(slow: SlowRank) -> str:
@@ -122,10 +136,20 @@ def _cause(slow: SlowRank) -> str:
     if cause.thread is not None:
         runs = f"its thread {cause.thread.name} runs for {percent(cause.thread.running_share)} of the time"
         return f"{runs}, and shares the interpreter lock with training"
-    is_running = cause.counter_excess["running_ns"] >= cause.blocked_ns
-    kind = "more work of its own" if is_running else "its own code waits, for data or a lock, or sleeps"
+    return _own_work(slow)
+
+
+def _own_work(slow: SlowRank) -> str:
+    """What the rank does for longer than the others, as its counters show it."""
+    cause, delay_ns = slow.cause, sum(slow.cause.parts_ns.values())
+    running_ns, queue_ns = (cause.counter_excess.get(name, 0.0) for name in ("running_ns", "run_delay_ns"))
     unknown = f" ({', '.join(cause.not_recorded)} not recorded)" if cause.not_recorded else ""
-    return f"{kind}; no counter explains it{unknown}"
+    if queue_ns >= _QUEUED_SHARE * delay_ns > 0:
+        queued = f"it runs {duration(max(0.0, running_ns))} longer, and waits {duration(queue_ns)} for it"
+        return f"more work of its own on a busy processor: {queued}{unknown}"
+    if running_ns >= cause.blocked_ns:
+        return f"more work of its own: it runs {duration(running_ns)} longer on a processor{unknown}"
+    return f"its own code waits {duration(cause.blocked_ns)}, for data or a lock, or sleeps{unknown}"
 
 
 def _unknown(slow: SlowRank) -> str:
@@ -140,15 +164,38 @@ def _clock(device: DeviceClock) -> str:
     return f"its device's clock is {device.mhz} MHz{reasons}, the others' {device.usual_mhz:.0f} MHz"
 
 
-def _remedy(slow: SlowRank) -> str:
-    if slow.cause.device is not None:
-        return _DEVICE_REMEDY
-    if slow.cause.thread is not None:
-        return _THREAD_REMEDY
-    if slow.cause.name in _CAUSE_REMEDIES:
-        return _CAUSE_REMEDIES[slow.cause.name]
+def _remedy(slow: SlowRank, evidence: Evidence) -> str:
+    """The place, and what to do there about the cause."""
     is_alone = slow.gain is None or slow.gain.ratio >= 0.5 * slow.lost_share
-    return " ".join([_PHASE_REMEDIES[slow.phase], *[_OVER] * slow.is_over, *[_NOT_ALONE] * (not is_alone)])
+    remedy = f"{_place(slow, evidence)}: {_action(slow, evidence)}"
+    return " ".join([remedy, *[_OVER] * slow.is_over, *[_NOT_ALONE] * (not is_alone)])
+
+
+def _place(slow: SlowRank, evidence: Evidence) -> str:
+    """The rank with its process, and the part of its step: `Rank 2 on vm (pid 4711), backward of b.5 to b.4`."""
+    host, hello = evidence.hosts.get(slow.rank), evidence.hellos.get(slow.rank)
+    process = (f" on {host}" if host else "") + (f" (pid {hello.pid})" if hello else "")
+    modules = [name.rpartition(".")[0] or name for name in slow.bucket.parameters] if slow.bucket else []
+    ends = list(dict.fromkeys([*modules[:1], *modules[-1:]]))
+    return f"Rank {slow.rank}{process}, {slow.phase}" + (f" of {' to '.join(ends)}" if ends else "")
+
+
+def _action(slow: SlowRank, evidence: Evidence) -> str:
+    cause = slow.cause
+    if cause.device is not None:
+        return _DEVICE_REMEDY
+    if cause.thread is not None:
+        return _THREAD_REMEDY
+    if cause.name in _CAUSE_REMEDIES:
+        return _CAUSE_REMEDIES[cause.name]
+    if cause.name is None:
+        return _PHASE_REMEDIES[slow.phase]
+    running_ns = cause.counter_excess.get("running_ns", 0.0)
+    if slow.phase == "data" or slow.is_over or running_ns >= cause.blocked_ns:
+        return _WORK_REMEDIES[slow.phase]
+    hello = evidence.hellos.get(slow.rank)
+    dump = f"`py-spy dump --pid {hello.pid}`" if hello else "`py-spy dump`"
+    return f"{dump} there shows the line that waits. Look for a lock, a sleep, a read, or a copy to a device."
 
 
 def _facts(slow: SlowRank, evidence: Evidence, stage: Stage | None) -> SlowRankFacts:
@@ -191,7 +238,7 @@ def describe_in_turn(slow: SlowInTurn, evidence: Evidence, stage: Stage | None) 
     """Return the finding; `stage` holds the compared replicas of a pipeline."""
     facts = slow.facts
     moves = isinstance(facts, MovingFacts)
-    lost = f"{format_seconds(facts.lost_ns)} lost, {percent(facts.lost_share)} of these steps' time"
+    lost = f"{waiting_text(facts.lost_ns, len(evidence.joined.ranks))}, {percent(facts.lost_share)} of these steps"
     return Finding(
         code="straggler",
         severity=slow.severity,
@@ -230,7 +277,7 @@ def _turns(turns: Sequence[RankTurn]) -> str:
     return ", ".join(
         _first(
             [
-                f"rank {turn.rank}: +{milliseconds(turn.excess_ns)} in {turn.phase} in {how_often(turn.late_share)}"
+                f"rank {turn.rank}: +{duration(turn.excess_ns)} in {turn.phase} in {how_often(turn.late_share)}"
                 for turn in turns
             ]
         )

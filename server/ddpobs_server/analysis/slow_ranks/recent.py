@@ -130,18 +130,19 @@ def _slow_rank(
     typical = rows if level_ns is None else rows[late.excess_ns[rows, index] <= 1.5 * level_ns]
     phases_ns = slow_phases(joined, index, typical, usual=level_ns is not None)
     medians_ns = np.median(joined.own_ns, axis=0).tolist()
+    excess_ns, late_share = float(np.median(late.excess_ns[typical, index])), len(rows) / len(joined)
     return SlowRank(
         rank=int(joined.ranks[index]),
         phase=next(iter(phases_ns), "other"),
         steps=(int(joined.step[0]), int(joined.step[-1])),
         steps_used=len(joined),
-        late_share=len(rows) / len(joined),
+        late_share=late_share,
         lost_share=lost_share,
         chance=chance,
-        excess_ns=round(float(np.median(late.excess_ns[typical, index]))),
+        excess_ns=round(excess_ns),
         step_ns=round(float(np.median(joined.step_ns))),
         phase_excess_ns={name: round(ns) for name, ns in phases_ns.items()},
         severity=severity_of(lost_share),
         own_ns={str(rank): round(ns) for rank, ns in zip(joined.ranks.tolist(), medians_ns, strict=True)},
-        gain=gain(joined, late, index),
+        gain=gain(joined, late, index).at_most(excess_ns * late_share),
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.quantities import time_range
 from ddpobs_server.analysis.finding import Finding, Interval
 
 _NONE = np.zeros(0, np.int64)
@@ -55,36 +55,10 @@ def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def format_intervals(intervals: Sequence[Interval]) -> str:
-    """Intervals in words: `steps 900 to 1,499 (14:31 to 14:32 UTC)`, or `2 stretches of the steps 900 to 1,499`."""
+    """Intervals in words: `steps 900 to 1,499, 14:31:05–14:32:11 UTC (66 s)`; several are stretches of the steps."""
     first, last = intervals[0], intervals[-1]
     steps = f"steps {first.first:,} to {last.last:,}"
     words = steps if len(intervals) == 1 else f"{len(intervals)} stretches of the {steps}"
     if first.began_ns is None or last.ended_ns is None:
         return words
-    return f"{words} ({format_times(first.began_ns, last.ended_ns)})"
-
-
-def format_times(began_ns: int, ended_ns: int, *, exact: bool = False) -> str:
-    """Return two times in UTC, as exact as they must be to differ: minutes, or seconds; with the date if it differs.
-
-    Args:
-        began_ns: First time, as Unix time.
-        ended_ns: Second time.
-        exact: Seconds where the times are of one day, as for an event.
-    """
-    began, ended = (datetime.fromtimestamp(ns / 1e9, UTC) for ns in (began_ns, ended_ns))
-    if began.date() != ended.date():
-        return f"{began:%Y-%m-%d %H:%M} to {ended:%Y-%m-%d %H:%M} UTC"
-    differs = (began.hour, began.minute) != (ended.hour, ended.minute)
-    clock = "%H:%M" if differs and not exact else "%H:%M:%S"
-    return f"{began:{clock}} to {ended:{clock}} UTC"
-
-
-def format_seconds(time_ns: float) -> str:
-    """A duration in words: `302 ms`, `6.0 s`, `31 min`."""
-    seconds = time_ns / 1e9
-    if seconds < 1:
-        return f"{seconds * 1e3:.0f} ms"
-    if seconds < 120:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    return f"{words}, {time_range(first.began_ns, last.ended_ns)}"

@@ -9,11 +9,12 @@ import numpy as np
 from bokeh.models import ColumnDataSource, PrintfTickFormatter, Range1d
 from bokeh.plotting import figure
 
+from ddpobs.shared.quantities import duration
 from ddpobs.shared.words import percent
 from ddpobs_server.analysis.account.parts import WAITING
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_plot
 from ddpobs_server.figures.figure_data import FigureData
-from ddpobs_server.figures.picture import Picture, milliseconds
+from ddpobs_server.figures.picture import Picture
 from ddpobs_server.figures.selection import Selection
 from ddpobs_server.figures.theme import HATCHES, PART_COLORS, PART_TITLES, Theme, theme_of
 
@@ -22,14 +23,14 @@ PLACE, SELECTION = 1, ()
 _MIN_SHARE = 0.0005
 """A smaller share would be written as 0.0 %."""
 GROUPS = {
-    "start_up": ("start-up", "#cc79a7", " "),
-    "steps": ("steps", "", " "),
-    "outside": ("outside of steps", "#8c6d31", " "),
-    "restarts": ("restarts", "#b91c1c", "cross"),
-    "idle": ("idle or stuck", "#7b8794", "dot"),
-    "not_known": ("not known", "#c9d0d8", "right_diagonal_line"),
+    "start_up": ("#cc79a7", " "),
+    "steps": ("#94a3b8", " "),
+    "outside": ("#8c6d31", " "),
+    "restarts": ("#b91c1c", "cross"),
+    "idle": ("#7b8794", "dot"),
+    "not_known": ("#c9d0d8", "right_diagonal_line"),
 }
-"""Title, colour and hatch of each group of parts, in the order of the bar."""
+"""Colour and hatch of each group of parts, in the order of the bar."""
 
 
 def make(data: FigureData, selection: Selection) -> Picture:
@@ -44,19 +45,13 @@ def account(response: Mapping[str, Any], theme: Theme) -> Picture:
     if not parts:
         return Picture(NAME, TITLE, "No time is accounted for yet.")
     by_size = sorted(parts, key=lambda part: -part["rank_ns"])
-    rows = [(part["title"], percent(part["share"], 1), milliseconds(part["rank_ns"])) for part in by_size]
+    rows = [(part["title"], percent(part["share"], 1), duration(part["rank_ns"])) for part in by_size]
     return Picture(NAME, TITLE, _summary(response), _draw(parts, theme), ("part", "share", "time of all ranks"), rows)
 
 
 def _summary(response: Mapping[str, Any]) -> str:
-    wall = "" if response["wall_ns"] is None else f"Of {milliseconds(response['wall_ns'])} wall time, "
-    goodput = ""
-    if response["goodput"] is not None:
-        goodput = f"{percent(response['goodput'], 1)} went into steps that no restart repeated (goodput). "
-    lost = f"Lost: {response['lost_hours']:.3g} {response['unit']}s."
-    if response["lost_cost"] is not None:
-        lost += f" At the set price that is {response['lost_cost']:,.2f}."
-    return f"{wall}{goodput}{lost}"
+    cost = "" if response["lost_cost"] is None else f"At the set price the loss is {response['lost_cost']:,.2f}."
+    return f"{response['summary']} {cost}".strip()
 
 
 def _draw(parts: Sequence[Mapping[str, Any]], theme: Theme) -> figure:
@@ -76,7 +71,7 @@ def _draw(parts: Sequence[Mapping[str, Any]], theme: Theme) -> figure:
             "right": ends,
             "title": [part["title"] for part in own],
             "share": shares,
-            "time": [milliseconds(part["rank_ns"]) for part in own],
+            "time": [duration(part["rank_ns"]) for part in own],
         }
         style = _style(own[0], theme) | {"legend_label": label, "line_color": theme.paper}
         glyphs.append(add_quads(plot, ColumnDataSource(data), ("left", "right", 1.0, 0.1), **style))
@@ -93,13 +88,13 @@ def _step_part(part: Mapping[str, Any]) -> str:
 
 
 def _label(part: Mapping[str, Any]) -> str:
-    return PART_TITLES[name] if (name := _step_part(part)) else GROUPS[part["group"]][0]
+    return PART_TITLES[name] if (name := _step_part(part)) else str(part["group_title"])
 
 
 def _style(part: Mapping[str, Any], theme: Theme) -> dict[str, Any]:
     """Return the style of a part: parts of steps have their own colours, the other parts their group's."""
     if name := _step_part(part):
         return {"fill_color": PART_COLORS[name], **HATCHES.get(name, {})}
-    _, color, hatch = GROUPS[part["group"]]
+    color, hatch = GROUPS[part["group"]]
     style = {"hatch_pattern": hatch, "hatch_color": theme.ink, "hatch_alpha": 0.35}
-    return {"fill_color": color or "#94a3b8", **style}
+    return {"fill_color": color, **style}

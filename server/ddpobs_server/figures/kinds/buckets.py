@@ -11,11 +11,12 @@ from bokeh.models.annotations import BoxAnnotation
 from bokeh.plotting import figure
 
 from ddpobs import wire
+from ddpobs.shared.quantities import counted, duration, size_text, steps_text
 from ddpobs.shared.words import bucket_name
 from ddpobs_server.analysis.communication.bucket_times import BucketTimes
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_plot
 from ddpobs_server.figures.figure_data import Buckets, FigureData
-from ddpobs_server.figures.picture import Picture, milliseconds, size_text
+from ddpobs_server.figures.picture import Picture
 from ddpobs_server.figures.selection import Selection
 from ddpobs_server.figures.theme import COMPUTE, MOVING, PART_TITLES, WAITING_STYLE, Theme, theme_of
 
@@ -64,7 +65,7 @@ def buckets(times: BucketTimes | None, names: Buckets, theme: Theme) -> Picture:
     shown_times = {name: title for name, title in times_of.items() if bars[name].any()}
     columns = ("label", "size", *shown_times, "bandwidth")
     rows = [
-        (label, size, *(milliseconds(ms * 1e6) for ms in values), f"{bandwidth:.3g} GB/s")
+        (label, size, *(duration(ms * 1e6) for ms in values), f"{bandwidth:.3g} GB/s")
         for label, size, *values, bandwidth in zip(*(bars[name] for name in columns), strict=True)
     ]
     heads = ("bucket", "size", *shown_times.values(), "bandwidth")
@@ -99,9 +100,9 @@ def _bars(times: BucketTimes, names: Buckets, rows: wire.Ints) -> dict[str, Any]
 
 def _summary(times: BucketTimes, bars: Mapping[str, Any]) -> str:
     count, worst = len(bars["label"]), int(np.argmax(bars["end"]))
-    wait, move = (milliseconds(bars[name][worst] * 1e6) for name in ("wait", "move"))
+    wait, move = (duration(bars[name][worst] * 1e6) for name in ("wait", "move"))
     return (
-        f"Means over all ranks in steps {times.first:,} to {times.last:,}: {len(times):,} buckets"
+        f"Means over all ranks in {steps_text(times.first, times.last)}: {counted(len(times), 'bucket')}"
         f"{f', the {count} that take the longest are drawn' if count < len(times) else ''}. Bucket "
         f"{bars['label'][worst]} communicates longest: it waits {wait} for the last rank and moves {move}."
     )

@@ -14,13 +14,14 @@ from bokeh.models import ColumnDataSource, Range1d
 from bokeh.plotting import figure
 
 from ddpobs import wire
+from ddpobs.shared.quantities import duration, steps_text
 from ddpobs.shared.words import percent
 from ddpobs_server.analysis.steps.joined_steps import Floats
 from ddpobs_server.analysis.steps.waiting import STEP_PARTS
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, mark_longer, steps_plot
 from ddpobs_server.figures.figure_data import FigureData
 from ddpobs_server.figures.lanes import HEIGHT, mark_findings
-from ddpobs_server.figures.picture import Picture, milliseconds
+from ddpobs_server.figures.picture import Picture
 from ddpobs_server.figures.selection import Selection
 from ddpobs_server.figures.theme import HATCHES, PART_COLORS, PART_TITLES, Theme, theme_of
 
@@ -87,7 +88,7 @@ def phases(
     marked = mark_findings(plot, findings, top, steps, theme)
     summary = _summary(columns, is_chosen, medians, of) + marked
     times = np.stack([total, columns["wall_max_ns"] / 1e6, *medians.values()], axis=1) * 1e6
-    rows = [(int(a), int(b), *map(milliseconds, ns)) for a, b, ns in zip(first, last, times.tolist(), strict=True)]
+    rows = [(int(a), int(b), *map(duration, ns)) for a, b, ns in zip(first, last, times.tolist(), strict=True)]
     heads = ("first step", "last step", "step time", "longest", *(PART_TITLES[part] for part in STEP_PARTS))
     return Picture(NAME, TITLE, summary, plot, heads, rows, {"first": steps[0], "last": steps[1] - 1})
 
@@ -97,9 +98,9 @@ def _summary(columns: Mapping[str, wire.Ints], is_chosen: Any, medians: Mapping[
     chosen = {part: values[is_chosen] for part, values in medians.items()}
     total = np.sum(list(chosen.values()), axis=0)
     typical, longest = float(np.median(total)) * 1e6, float(columns["wall_max_ns"][is_chosen].max())
-    steps = f"Steps {columns['first'][is_chosen][0]:,} to {columns['last'][is_chosen][-1]:,} of {of}"
-    most = f", at most {milliseconds(longest)}" if longest > _MIN_EXCESS * typical else ""
-    return f"{steps}: {milliseconds(typical)} a step{most}; {_shares(chosen, total)}."
+    steps = steps_text(columns["first"][is_chosen][0], columns["last"][is_chosen][-1]).capitalize() + f" of {of}"
+    most = f", at most {duration(longest)}" if longest > _MIN_EXCESS * typical else ""
+    return f"{steps}: {duration(typical)} a step{most}; {_shares(chosen, total)}."
 
 
 def _parts(columns: Mapping[str, wire.Ints]) -> dict[str, Floats]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from bokeh.models import (
@@ -16,16 +16,19 @@ from bokeh.models import (
 from bokeh.models.annotations import ColorBar
 from bokeh.plotting import figure
 
+from ddpobs.shared.quantities import duration, steps_text
 from ddpobs.shared.words import format_ranks, percent
 from ddpobs_server.analysis.slow_ranks.delay_map import DelayMap
 from ddpobs_server.figures.canvas import FONT, add_quads, steps_plot
 from ddpobs_server.figures.figure_data import FigureData
-from ddpobs_server.figures.picture import Picture, milliseconds
+from ddpobs_server.figures.picture import Picture
 from ddpobs_server.figures.selection import RankFilter, Selection
 from ddpobs_server.figures.theme import Theme, theme_of
 
 NAME, TITLE = "ranks", "Delay that each rank caused"
 PLACE, SELECTION = 3, ("from", "to", "match", "order")
+_SLOW = ("straggler", "imbalanced-batches")
+"""Findings about slow ranks."""
 _MAX_INTERVALS = 300
 """Intervals of steps into which the delays are summed."""
 MAX_RANKS = 1024
@@ -45,16 +48,20 @@ def make(data: FigureData, selection: Selection) -> Picture:
     hosts = data.hosts()
     compared = set() if delays is None else set(delays.ranks.tolist())
     shown = RankFilter(selection.match, selection.order, hosts)
-    return ranks(delays, shown, sorted(hosts.keys() - compared), theme_of(selection))
+    slow = {rank for finding in data.findings() if finding["code"] in _SLOW for rank in finding["ranks"]}
+    return ranks(delays, shown, sorted(hosts.keys() - compared), slow, theme_of(selection))
 
 
-def ranks(delays: DelayMap | None, shown: RankFilter, absent: Sequence[int], theme: Theme) -> Picture:
+def ranks(
+    delays: DelayMap | None, shown: RankFilter, absent: Sequence[int], slow: Collection[int], theme: Theme
+) -> Picture:
     """Draw the delays of the ranks that match.
 
     Args:
         delays: Of all ranks; None if there is no step in which all ranks can be compared.
         shown: The rows.
         absent: Ranks of the attempt that are not in `delays`.
+        slow: Ranks that a finding calls slow: a delay of another is no more than chance.
         theme: Colours.
     """
     if delays is None:
@@ -67,13 +74,13 @@ def ranks(delays: DelayMap | None, shown: RankFilter, absent: Sequence[int], the
     plot = _draw(table, scale_ms, theme)
     worst = int(np.argmax(table.cost_ns))
     summary = (
-        f"{len(rows):,} of {len(delays.ranks) + len(absent):,} ranks, steps {table.first[0]:,} to {table.last[-1]:,}. "
+        f"{len(rows):,} of {len(delays.ranks) + len(absent):,} ranks, {steps_text(table.first[0], table.last[-1])}. "
     )
-    if table.cost_ns[worst] > 0:
-        summary += (
-            f"Rank {table.ranks[worst]} cost the others most: {milliseconds(table.cost_ns[worst])} a step, late in "
-            f"{percent(table.late_share[worst])} of the steps."
-        )
+    delay = f"{duration(table.cost_ns[worst])} a step, late in {percent(table.late_share[worst])} of the steps."
+    if table.cost_ns[worst] > 0 and table.ranks[worst] in slow:
+        summary += f"Rank {table.ranks[worst]} delays the others most: {delay}"
+    elif table.cost_ns[worst] > 0:
+        summary += f"No finding is about a slow rank. The largest mean delay is rank {table.ranks[worst]}'s: {delay}"
     else:
         summary += "No rank was late by a tenth of a step."
     if (longest_ms := float(table.delay_ns.max()) / 1e6) > 1.25 * scale_ms:
@@ -81,7 +88,7 @@ def ranks(delays: DelayMap | None, shown: RankFilter, absent: Sequence[int], the
     if absent:
         summary += f" No steps to compare of {format_ranks(absent)}."
     values = [
-        (rank, shown.hosts.get(rank, ""), milliseconds(cost), percent(share, 1))
+        (rank, shown.hosts.get(rank, ""), duration(cost), percent(share, 1))
         for rank, cost, share in zip(table.ranks.tolist(), table.cost_ns, table.late_share, strict=True)
     ]
     facts = {

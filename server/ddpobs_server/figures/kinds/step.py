@@ -21,12 +21,13 @@ from bokeh.models.annotations import Arrow, NormalHead
 from bokeh.plotting import figure
 
 from ddpobs import wire
+from ddpobs.shared.quantities import duration, size_text
 from ddpobs.shared.words import bucket_name, format_ranks
 from ddpobs_server.analysis.steps.step_timeline import BucketSpans
 from ddpobs_server.analysis.steps.waiting import STEP_PARTS
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_plot
 from ddpobs_server.figures.figure_data import Buckets, FigureData
-from ddpobs_server.figures.picture import Picture, milliseconds, size_text
+from ddpobs_server.figures.picture import Picture
 from ddpobs_server.figures.selection import RankFilter, Selection
 from ddpobs_server.figures.theme import (
     COMPUTE,
@@ -108,13 +109,13 @@ def step(timeline: StepTimeline, ranks: list[int], buckets: Buckets, theme: Them
     summary = f"Step {timeline.step:,}: {len(drawn):,} of {len(present):,} ranks{which}, all on one clock."
     late_rank = timeline.by_own_time[0] if timeline.by_own_time else None
     if late_rank is not None:
-        delay = f"was last, {milliseconds(timeline.delay_ns)} after the others' median."
+        delay = f"was last, {duration(timeline.delay_ns)} after the others' median."
         summary += f" Rank {late_rank} {delay}" if timeline.delay_ns >= _MIN_WAIT_NS else " No rank was late."
     summary += _longest_wait(timeline.spans, bucket)
     absent = sorted(set(ranks) - present)
     if absent:
         summary += f" No data of {format_ranks(absent)}."
-    rows = [(rank, *(milliseconds(phase_ns) for phase_ns in _phase_sums(timeline, rank))) for rank in drawn]
+    rows = [(rank, *(duration(phase_ns) for phase_ns in _phase_sums(timeline, rank))) for rank in drawn]
     facts = {"step": timeline.step, "ranks": drawn, "late_rank": late_rank}
     return Picture(NAME, TITLE, summary, plot, ("rank", *(PART_TITLES[part] for part in STEP_PARTS)), rows, facts)
 
@@ -278,7 +279,7 @@ def _longest_wait(spans: BucketSpans, bucket: str) -> str:
     if waiting_ns[row] < _MIN_WAIT_NS:
         return f" No rank waits at bucket {bucket}." if own.any() else ""
     name, late = bucket_name(int(spans.module[row]), int(spans.bucket[row])), spans.rank[spans.late_rows()[row]]
-    wait = milliseconds(waiting_ns[row])
+    wait = duration(waiting_ns[row])
     return f" The longest wait is rank {spans.rank[row]}'s at bucket {name}: {wait} for rank {late}."
 
 

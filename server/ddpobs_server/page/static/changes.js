@@ -1,7 +1,7 @@
 // The rows of two compared runs: each change with its interval, and whether it is a difference.
 
 import { element, svg } from "./elements.js";
-import { ms } from "./times.js";
+import { duration } from "./times.js";
 
 const WIDTH = 220;
 const HEIGHT = 22;
@@ -49,7 +49,7 @@ function row(change, axis) {
     "tr",
     kind === "step" ? { class: "main" } : {},
     element("td", {}, ...swatch, title),
-    ...[ms(change.a_ns), ms(change.b_ns)].map(number),
+    ...[duration(change.a_ns), duration(change.b_ns)].map(number),
     element("td", {}, interval(change, axis)),
     element("td", { class: `verdict ${verdict}` }, words || "–"),
   );

@@ -5,7 +5,7 @@ import { changeRows, isOfBucket } from "./changes.js";
 import { byId, element, notice } from "./elements.js";
 import { severityBadge } from "./finding_parts.js";
 import { runOnce } from "./refresh.js";
-import { ms, short } from "./times.js";
+import { duration, short } from "./times.js";
 
 const MAX_NAMES = 500;
 const MAX_BUCKETS = 50;
@@ -15,7 +15,7 @@ function showVerdict(response) {
   const { a, b, changes, not_the_same_job, limit, disturbed } = response;
   const lines = [];
   if (disturbed) {
-    const delays = `Ranks had no processor for ${ms(a.run_delay_ns)} and ${ms(b.run_delay_ns)} of a step`;
+    const delays = `Ranks had no processor for ${duration(a.run_delay_ns)} and ${duration(b.run_delay_ns)} of a step`;
     lines.push(`${delays}: other programs on the hosts may be the cause.`);
   }
   lines.push(`Limit ${limitPercent(limit)} %: ${limit.words}.`);

@@ -1,7 +1,7 @@
 // Facts of a run as text: its state, its ranks, attempts, settings and unused parameters.
 
 import { byId, element, factRows } from "./elements.js";
-import { ago, clock, ms, short } from "./times.js";
+import { ago, clock, duration, short } from "./times.js";
 
 const MAX_ATTEMPTS = 50;
 const MAX_RANKS = 2000;
@@ -19,7 +19,7 @@ export function showFacts(details, shown, attempts, ranks) {
   const ended = shown && shown.ended_ns !== null ? clock(shown.ended_ns) : "now";
   const facts = [
     `${counts.ranks} of ${counts.world_size} ranks${hosts ? ` on ${counted(hosts, "host")}` : ""}`,
-    `${counts.steps} steps`,
+    counted(counts.steps, "step"),
     `attempt ${shown ? shown.ordinal + 1 : attempts.length} of ${attempts.length}`,
     details.modules.map(({ name }) => name).join(", "),
     shown ? `${clock(shown.began_ns)} to ${ended}` : "",
@@ -49,7 +49,7 @@ function rankRow(row, isMarked, select) {
   const button = element("button", { type: "button", class: "link" }, String(row.rank));
   button.addEventListener("click", () => select(row.rank));
   const place = [cell(row.host || "–"), cell(row.device || "–")];
-  const counts = [number(String(row.steps)), number(ms(row.own_ns))];
+  const counts = [number(String(row.steps)), number(duration(row.own_ns))];
   const now = cell(activity(row), { class: row.state });
   const marks = isMarked ? { class: "chosen", "aria-current": "true" } : {};
   return element("tr", marks, number(button), ...place, ...counts, now, number(String(row.dropped)));
@@ -97,7 +97,7 @@ export function showRestart(attempts, shown) {
   const lines = [];
   if (before) {
     const reason = before.reason ? ` (${reasonOf(before)})` : "";
-    const end = `attempt ${before.ordinal + 1} ${before.outcome}${reason} after ${before.steps} steps`;
+    const end = `attempt ${before.ordinal + 1} ${before.outcome}${reason} after ${counted(before.steps, "step")}`;
     lines.push(`This attempt is ${before.outcome === "finished" ? "another training" : "a restart"}: ${end}.`);
   }
   if (index >= 0 && index < attempts.length - 1)

@@ -5,10 +5,16 @@ import { element, factRows, renew } from "./elements.js";
 import { evidence, stacks, stepsText } from "./evidence.js";
 import { findingLines, severityMark } from "./finding_parts.js";
 
-export function showFindings(section, { findings, missing, steps_seen }, keys, chosen, select) {
+// Findings that are no card: "Where the time went" states them. As `ddpobs.shared.words.STATED_ELSEWHERE`.
+const STATED_ELSEWHERE = ["scaling-loss"];
+
+export function showFindings(section, { findings, missing, summary }, keys, chosen, select) {
   const open = new Set([...section.querySelectorAll("details[open]")].map((details) => details.dataset.key));
-  const cards = findings.map((finding, index) => card(finding, keys[index], keys[index] === chosen, open, select));
-  if (!cards.length) cards.push(nothing(steps_seen));
+  const cards = findings
+    .map((finding, index) => [finding, keys[index]])
+    .filter(([{ code }]) => !STATED_ELSEWHERE.includes(code))
+    .map(([finding, key]) => card(finding, key, key === chosen, open, select));
+  if (!cards.length) cards.push(element("article", { class: "finding" }, element("h2", {}, summary)));
   if (missing.length) cards.push(notJudged(missing, open));
   const focused = section.contains(document.activeElement) ? document.activeElement.dataset.key : null;
   renew(section, element("div", {}, ...cards));
@@ -71,11 +77,6 @@ function show(key, isChosen, choose) {
     document.getElementById("selection").scrollIntoView({ block: "start" });
   });
   return button;
-}
-
-function nothing(steps) {
-  const text = steps ? `Nothing found up to step ${steps - 1}.` : "No step to judge yet.";
-  return element("article", { class: "finding" }, element("h2", {}, text));
 }
 
 function notJudged(missing, open) {

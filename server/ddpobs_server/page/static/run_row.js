@@ -6,7 +6,7 @@ import { severityBadge } from "./finding_parts.js";
 import { labelsOf } from "./labels.js";
 import { COLUMNS } from "./runs_columns.js";
 import { sparkline } from "./sparkline.js";
-import { ago, duration, ms } from "./times.js";
+import { ago, duration } from "./times.js";
 
 // A row that stays when its run changes, so that focus, selection and the pointer's place are kept.
 export class RunRow {
@@ -55,14 +55,14 @@ export class RunRow {
 
   #showFinding(run) {
     const { diagnosis } = run;
-    const shown = [diagnosis && { ...diagnosis, current: true }, run.steps > 0];
+    const shown = diagnosis && { ...diagnosis, current: true };
     this.#fill(this.cells.finding, shown, () => finding(run));
     this.cells.gain.textContent = gain(diagnosis?.gain);
     this.cells.goodput.textContent = diagnosis?.goodput == null ? "–" : percent(diagnosis.goodput);
   }
 
   #showTimes(run) {
-    const step = () => [sparkline(run.step_times_ns), element("span", {}, ms(run.step_ns))];
+    const step = () => [sparkline(run.step_times_ns), element("span", {}, duration(run.step_ns))];
     this.#fill(this.cells.step, run.step_times_ns, () => (run.step_ns === null ? ["–"] : step()));
     this.cells.rate.textContent = run.steps_per_s === null ? "–" : digits(run.steps_per_s);
     this.cells.steps.textContent = String(run.steps);
@@ -75,12 +75,11 @@ function cell({ key, title, number }) {
   return element("td", { "data-title": title, class: `c-${key}${number ? " n" : ""}` });
 }
 
-function finding({ diagnosis, steps }) {
+function finding({ diagnosis }) {
   const muted = (text) => [element("span", { class: "muted" }, text)];
   if (!diagnosis) return muted("…");
-  const { worst, severity, findings, missing } = diagnosis;
-  if (worst === null && !steps) return muted("not judged yet");
-  if (worst === null) return muted(missing ? `nothing found, ${missing} not judged` : "nothing found");
+  const { worst, severity, findings, summary } = diagnosis;
+  if (worst === null) return [element("span", { class: "muted text", title: summary }, summary)];
   const text = element("span", { class: "text", title: worst }, severityBadge(severity), ` ${worst}`);
   return findings > 1 ? [text, ...muted(`and ${findings - 1} more`)] : [text];
 }

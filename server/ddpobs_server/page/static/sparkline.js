@@ -1,13 +1,13 @@
 // The step time over a run as a small picture, from zero to the largest value.
 
 import { svg } from "./elements.js";
-import { ms } from "./times.js";
+import { duration } from "./times.js";
 
 const WIDTH = 110;
 const HEIGHT = 24;
 
 export function sparkline(times_ns) {
-  const label = `step time over the run: ${ms(Math.min(...times_ns))} to ${ms(Math.max(...times_ns))}`;
+  const label = `step time over the run: ${duration(Math.min(...times_ns))} to ${duration(Math.max(...times_ns))}`;
   const frame = { class: "spark", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label };
   return svg("svg", frame, svg("polyline", { points: points(times_ns).join(" ") }));
 }

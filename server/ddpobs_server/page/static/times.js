@@ -11,7 +11,16 @@ const CLOCK = new Intl.DateTimeFormat(undefined, {
   timeZoneName: "short",
 });
 const MAX_DRIFT_MS = 2000;
-const MIN_SECONDS_MS = 10_000;
+const MIN_LARGE = 999.5; // From here on a number has no digit after the point.
+const MIN_SECONDS = 120;
+const MIN_MINUTES = 120;
+const MIN_HOURS = 48;
+const TIME = new Intl.DateTimeFormat(undefined, {
+  hour: "2-digit",
+  minute: "2-digit",
+  second: "2-digit",
+  hourCycle: "h23",
+});
 const collector = { ahead_ms: 0 }; // The collector's clock minus this computer's, to the second.
 
 // The time on the collector's clock, in ms.
@@ -38,22 +47,31 @@ export function ago(ns) {
   return new Date(ns / 1e6).toISOString().slice(0, 16).replace("T", " ") + " UTC";
 }
 
-// A time of a step in ms; a long one in s.
-export function ms(ns) {
-  if (ns === null || ns === undefined) return "–";
-  const value = ns / 1e6;
-  if (value >= MIN_SECONDS_MS) return `${(value / 1000).toFixed(1)} s`;
-  return `${value >= 100 ? value.toFixed(0) : value >= 1 ? value.toFixed(1) : value.toFixed(3)} ms`;
-}
-
+// A time with its unit: three digits, or its two largest units. As `ddpobs.shared.quantities.duration`.
 export function duration(ns) {
+  if (ns === null || ns === undefined) return "–";
+  if (!ns) return "0 s";
+  const units = { ns: 1, µs: 1e3, ms: 1e6 };
+  const [unit, size] = Object.entries(units).find(([, each]) => ns < MIN_LARGE * each) ?? ["s", 1e9];
   const seconds = Math.round(ns / 1e9);
+  if (unit !== "s" || seconds < MIN_SECONDS) return `${threeDigits(ns / size)} ${unit}`;
   const minutes = Math.floor(seconds / 60);
   const hours = Math.floor(minutes / 60);
-  if (seconds < 60) return `${seconds} s`;
-  if (hours < 1) return `${minutes} min ${seconds % 60} s`;
-  if (hours < 48) return `${hours} h ${minutes % 60} min`;
+  if (minutes < MIN_MINUTES) return `${minutes} min ${seconds % 60} s`;
+  if (hours < MIN_HOURS) return `${hours} h ${minutes % 60} min`;
   return `${Math.floor(hours / 24)} d ${hours % 24} h`;
+}
+
+function threeDigits(value) {
+  return value < MIN_LARGE ? String(+value.toPrecision(3)) : value.toFixed(0);
+}
+
+// Two times of day and the time between, in the reader's zone; with their dates if these differ.
+export function timeRange(began_ns, ended_ns) {
+  const ends = [began_ns, ended_ns].map((ns) => new Date(ns / 1e6));
+  const isSameDay = ends[0].toDateString() === ends[1].toDateString();
+  const [began, ended] = isSameDay ? ends.map((time) => TIME.format(time)) : [clock(began_ns), clock(ended_ns)];
+  return `${began}${isSameDay ? "–" : " – "}${ended} (${duration(Math.max(0, ended_ns - began_ns))})`;
 }
 
 // Four digits of a number that is no integer.

@@ -36,7 +36,7 @@ def test_the_stage_that_computes_longest_is_named_with_the_gain_of_moving_a_laye
     assert isinstance(finding, Finding)
     assert finding.ranks == [2, 3]
     assert (finding.verdict, finding.where) == ("The pipeline waits for stage 1", "ranks 2 and 3")
-    assert finding.measure == ("12.0 ms of computation per micro-batch, 8.0 ms (200 %) more than the other stages")
+    assert finding.measure == ("12 ms of computation per micro-batch, 8 ms (200 %) more than the other stages")
     assert finding.remedy == "Move one of its 6 layers to stage 0, and measure again."
     assert finding.gain is not None
     assert (finding.gain.step_ns, finding.gain.error_ratio) == (6 * MS, 0)
@@ -87,7 +87,7 @@ def test_a_slow_replica_is_named_within_its_stage() -> None:
     findings = straggler(evidence_of([16, 16, 48, 48], own_ms=[16, 26, 48, 48]))
     (finding,) = [found for found in findings if isinstance(found, Finding)]
     assert (finding.ranks, facts_of(SlowRankFacts, finding).stages) == ([1], [0])
-    assert finding.measure.startswith("+10.0 ms a step over the other replicas of stage 0, ")
+    assert finding.measure.startswith("+10 ms a step over the other replicas of stage 0, ")
 
 
 def test_waits_for_messages_are_not_taken_for_a_slow_link() -> None:

@@ -1,0 +1,72 @@
+"""The tables of a report: ranks, attempts, unused parameters and settings, as the page of the run has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ddpobs import wire
+from ddpobs.shared.quantities import time_of_day
+from ddpobs_server.analysis.finding import first_names
+from ddpobs_server.reports.attempts import AttemptOutcome
+from ddpobs_server.store import Source
+
+_MAX_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class ReportTable:
+    """A table with its heading and the titles of its columns."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def report_tables(
+    sources: Sequence[Source],
+    attempts: Sequence[AttemptOutcome],
+    unused: Sequence[tuple[int, wire.Unused]],
+    settings: Mapping[str, str],
+) -> list[ReportTable]:
+    """Return the tables that have rows; attempts only if there are several, or one with a reason."""
+    tables = [ReportTable("Ranks", ("rank", "host", "process", "device", "steps", "end", "dropped"), _ranks(sources))]
+    if len(attempts) > 1 or any(attempt.reason for attempt in attempts):
+        tables.append(ReportTable("Attempts", ("attempt", "outcome", "reason", "steps", "began"), _attempts(attempts)))
+    tables.append(ReportTable("Unused parameters", ("rank", "since step", "parameters"), _unused(unused)))
+    tables.append(ReportTable("Settings and versions", ("name", "value"), [*settings.items()]))
+    return [table for table in tables if table.rows]
+
+
+def _ranks(sources: Sequence[Source]) -> list[tuple[str, ...]]:
+    return [
+        (
+            str(source.rank),
+            source.hello.host if source.hello else "",
+            str(source.hello.pid) if source.hello else "",
+            source.hello.device if source.hello else "",
+            f"{source.last_step + 1:,}" if source.last_step_seen_ns else "0",
+            source.ended or "–",
+            f"{source.dropped:,}",
+        )
+        for source in sorted(sources, key=lambda source: source.rank)[:_MAX_ROWS]
+    ]
+
+
+def _attempts(attempts: Sequence[AttemptOutcome]) -> list[tuple[str, ...]]:
+    return [
+        (
+            str(attempt.ordinal + 1),
+            attempt.outcome,
+            ("" if attempt.first_rank is None else f"rank {attempt.first_rank}: ") + attempt.reason,
+            f"{attempt.steps:,}",
+            time_of_day(attempt.began_ns),
+        )
+        for attempt in attempts[-_MAX_ROWS:]
+    ]
+
+
+def _unused(unused: Sequence[tuple[int, wire.Unused]]) -> list[tuple[str, ...]]:
+    latest = {(rank, record.module): (rank, record) for rank, record in unused}
+    used = [(rank, record) for rank, record in latest.values() if record.locally][:_MAX_ROWS]
+    return [(str(rank), f"{record.step:,}", first_names(record.locally)) for rank, record in used]
