@@ -17,6 +17,8 @@ _MIN_COLUMNS, _MAX_COLUMNS = 60, 110
 _BAR_CELLS = 40
 _MAX_NAMED_PARTS = 4
 """Parts in the legend, besides the rest; fewer where they do not fit."""
+_MIN_SHARE = 0.005
+"""A smaller share would be written as 0 %."""
 _SIGNS = "█▓▒░▞"
 """Fill of each part of the bar, in the order of the legend."""
 _ASCII = str.maketrans("┌┐└┘─│█▓▒░▞±→…–µ", "++++-|#=+.:~>.-u")
@@ -85,10 +87,11 @@ def _bar(parts: Sequence[Mapping[str, Any]], inner: int) -> list[str]:
     for part in parts:
         title = str(part["title"]).removeprefix("steps: ") if part["group"] == "steps" else part["group_title"]
         shares[title] += part["share"]
-    ordered = [(title, share) for title, share in shares.most_common() if share > 0]
-    for most in range(min(_MAX_NAMED_PARTS, len(ordered)), 0, -1):
+    ordered = shares.most_common()
+    count = sum(share >= _MIN_SHARE for share in shares.values())
+    for most in range(min(_MAX_NAMED_PARTS, count), 0, -1):
         rest = sum(share for _, share in ordered[most:])
-        named = [*ordered[:most], *([("rest", rest)] if rest else [])]
+        named = [*ordered[:most], *([("rest", rest)] if rest >= _MIN_SHARE else [])]
         entries = zip(_SIGNS, named, strict=False)
         legend = "  ".join(f"{sign} {title} {percent(share)}" for sign, (title, share) in entries)
         if len(legend) <= inner - LABEL_COLUMNS:

@@ -51,6 +51,13 @@ def test_the_box_has_the_parts_of_the_worst_finding_phases_and_address() -> None
     ]
 
 
+def test_no_part_of_the_bar_is_written_as_nothing() -> None:
+    small = [{"title": f"steps: {name}", "group": "steps", "share": 0.004} for name in ("data", "other")]
+    half = [{"title": f"steps: {name}", "group": "steps", "share": 0.496} for name in ("forward", "backward")]
+    assert rows([], [*half, *small])[-2] == "        █ forward 50 %  ▓ backward 50 %  ▒ rest 1 %"
+    assert rows([], [*half, small[0]])[-2] == "        █ forward 50 %  ▓ backward 50 %"
+
+
 def test_a_long_part_is_wrapped_and_a_page_of_text_ends_early() -> None:
     long = finding(verdict=f"Rank 3 is {'very ' * 20}slow", cause="x" * 1000, remedy="look again " * 10, gain=None)
     lines = rows([long], PARTS)
