@@ -182,7 +182,7 @@ def _watch_errors() -> None:
     if not (os.environ.get("RANK", "").isdigit() and os.environ.get("WORLD_SIZE", "").isdigit()):
         return
     own = ":".join(os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"))
-    if os.environ.get(_RANK) == own:
+    if os.environ.get(_RANK) == own or "DDPOBS_RANK_PROCESSES" in os.environ:
         return
     os.environ[_RANK] = own
     environ = dict(os.environ)  # The script may change the variables.

@@ -29,7 +29,8 @@ def run(
 ) -> None:
     """Run a command and its child processes with telemetry.
 
-    Ranks that are killed are reported. It ends as the command does, with its exit status or by its signal.
+    Ranks that are killed are reported, and those that raise before their model is built. It ends as the command does,
+    with its exit status or by its signal.
     """
     config = settings(collector)
     environ = dict(os.environ, DDPOBS_TELEMETRY=config.collector)

@@ -58,9 +58,12 @@ def test_nothing_is_reported_that_is_no_error_of_the_rank(code: str, tmp_path: P
         assert not seen.puts
 
 
-def test_a_program_that_is_no_rank_is_not_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "environ", [{"RANK": ""}, {"DDPOBS_RANK_PROCESSES": "1:2:job:r"}], ids=["tool", "below a rank"]
+)
+def test_a_program_that_is_no_rank_of_the_run_is_not_reported(environ: dict[str, str], tmp_path: Path) -> None:
     with collector(acknowledge) as seen:
-        run("1 / 0", seen.url, tmp_path, RANK="")
+        run("1 / 0", seen.url, tmp_path, **environ)
         assert not seen.puts
 
 
