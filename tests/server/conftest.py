@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,13 +12,9 @@ from ddpobs_server.web import authenticator
 
 from benchmarks.rig import databases
 from benchmarks.rig.collector import Collector, collector
+from tests.support.chromium import chromium
 from tests.support.server.browsing import EVIL, batch, put
 from tests.support.server.statement_counts import assert_spreads, recorded
-
-FLAGS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-)
 
 
 @pytest.fixture(scope="session")
@@ -100,18 +94,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    path = shutil.which("chromium")
-    if path is None:
-        reason = "chromium is not installed: apt-get install chromium"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=path, args=FLAGS.split())
+    with chromium() as started:
         yield started
-        started.close()
 
 
 @pytest.fixture(autouse=True)
