@@ -7,7 +7,7 @@ from itertools import permutations, product
 import numpy as np
 import numpy.typing as npt
 import pytest
-from ddpobs_server.analysis.slow_ranks.chance import chance_of
+from ddpobs_server.analysis.slow_ranks.chance import beyond_chance, block_steps, chance_of
 
 STEPS = 4
 """Steps of a block."""
@@ -56,3 +56,31 @@ def test_chance_is_small_for_the_rank_that_is_always_late_and_large_for_the_othe
 
 def test_chance_is_one_if_all_ranks_are_late_equally_often() -> None:
     assert chance_of(np.ones((80, 3), bool)).tolist() == [1.0, 1.0, 1.0]
+
+
+def noise(steps: int = 60) -> npt.NDArray[np.float64]:
+    return np.random.default_rng(1).normal(0, 2e6, (steps, 2))
+
+
+def test_single_late_steps_and_a_lasting_delay_have_the_shortest_blocks() -> None:
+    excess_ns = noise()
+    excess_ns[4::7, 0] += 120e6
+    excess_ns[:, 1] += 40e6
+    assert max(block_steps(excess_ns[:, rank]) for rank in range(2)) <= STEPS + 1
+
+
+@pytest.mark.parametrize("first", range(7))
+def test_a_rank_that_is_late_in_every_seventh_step_of_sixty_is_beyond_chance(first: int) -> None:
+    excess_ns = noise()
+    excess_ns[first::7, 0] += 120e6
+    assert list(beyond_chance(excess_ns > 20e6, [0, 1], excess_ns)) == [0]
+
+
+def test_two_bursts_of_late_steps_are_two_events_and_no_habit() -> None:
+    excess_ns = noise()
+    for first in (4, 34):
+        excess_ns[first : first + 18, 0] += 30e6 * np.hanning(18)
+    late = excess_ns > 6e6
+    assert chance_of(late)[0] < 0.01
+    assert block_steps(excess_ns[:, 0]) >= 8
+    assert beyond_chance(late, [0], excess_ns) == {}

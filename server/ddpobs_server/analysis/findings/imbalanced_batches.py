@@ -92,9 +92,11 @@ def imbalanced_batches(evidence: Evidence) -> Judgement:
     late = lateness(by_work)
     gain = _bucketing_gain(joined, fit)
     shared: dict[str, Any] = {"fit": fit, "gain": gain, "facts": _fit_facts(joined, fit), "evidence": evidence}
-    chances = beyond_chance(late.late, recurring_ranks(by_work, late))
+    chances = beyond_chance(late.late, recurring_ranks(by_work, late), late.excess_ns)
     findings = [_finding(by_work, late, index, chance, **shared) for index, chance in chances.items()]
-    for index, chance in beyond_chance(late.cost_ns, sorted({*costly_ranks(by_work, late)} - {*chances})).items():
+    for index, chance in beyond_chance(
+        late.cost_ns, sorted({*costly_ranks(by_work, late)} - {*chances}), late.excess_ns
+    ).items():
         findings.append(_finding(by_work, typical_lateness(by_work, late, index), index, chance, **shared))
     if not findings and gain.ratio >= _MIN_GAIN:
         return [_nobody(joined, fit, gain)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy.typing as npt
 
 from ddpobs import wire
 from ddpobs_server.analysis.slow_ranks.lateness import BLOCK_STEPS
+from ddpobs_server.analysis.statistics.dependent_mean import memory
 from ddpobs_server.analysis.steps.joined_steps import Floats
 
 MAX_CHANCE = 0.01
@@ -19,20 +21,33 @@ _MIN_CHANCE = 1e-12
 """Minimum p-value: smaller ones are lost among the rounding errors of a Fourier transform."""
 
 
-def beyond_chance(late: npt.NDArray[Any], suspects: list[int]) -> dict[int, float]:
+def beyond_chance(late: npt.NDArray[Any], suspects: list[int], excess_ns: Floats) -> dict[int, float]:
     """Return the p-value of each suspect that is late more often, or costs more, than chance explains.
 
     Args:
         late: Whether a rank was late, or its cost; shape [steps, ranks].
         suspects: Indices of ranks.
+        excess_ns: The ranks' excess, of the same shape, whose bursts a block has to hold.
     """
-    if not suspects:
-        return {}
-    chance = chance_of(late)
-    return {index: float(chance[index]) for index in suspects if chance[index] <= MAX_CHANCE}
+    chances = {index: chance_of(late, block_steps(excess_ns[:, index]))[index] for index in suspects}
+    return {index: float(chance) for index, chance in chances.items() if chance <= MAX_CHANCE}
 
 
-def chance_of(late: npt.NDArray[Any]) -> Floats:
+def block_steps(excess_ns: Floats) -> int:
+    """Return how many steps hold a burst of a rank's noise, so that its order within them means nothing; at least 4.
+
+    It is the number of steps that are worth one independent step: (1 + r) / (1 - r), with the correlation r of
+    neighbours. A running median of three steps leaves out single spikes. A rank that is late in single steps, or by as
+    much in every step, has blocks of about 4 steps.
+
+    Args:
+        excess_ns: The rank's excess, shape [steps].
+    """
+    smooth_ns = np.median(np.lib.stride_tricks.sliding_window_view(np.pad(excess_ns, 1, mode="edge"), 3), axis=1)
+    return max(BLOCK_STEPS, min(len(excess_ns), ceil(memory(smooth_ns))))
+
+
+def chance_of(late: npt.NDArray[Any], length: int = BLOCK_STEPS) -> Floats:
     """Return how often chance alone makes any rank late as often as each rank was, or as costly.
 
     By chance each block of steps has its ranks in any order, so that noise in bursts stays in bursts. One rank then has
@@ -41,13 +56,14 @@ def chance_of(late: npt.NDArray[Any]) -> Floats:
 
     Args:
         late: Whether a rank was late, or its cost; shape [steps, ranks].
+        length: Number of steps of a block.
 
     Returns:
         Shape [ranks], p-values.
     """
     steps, ranks = late.shape
-    blocks = steps // BLOCK_STEPS
-    sums = late[: blocks * BLOCK_STEPS].reshape(blocks, BLOCK_STEPS, ranks).sum(axis=1)
+    blocks = steps // length
+    sums = late[: blocks * length].reshape(blocks, length, ranks).sum(axis=1)
     counts = sums if late.dtype == bool else _whole_numbers(sums)
     return np.asarray(np.clip(ranks * _exceeded(counts)[counts.sum(axis=0)], _MIN_CHANCE, 1.0))
 

@@ -60,7 +60,7 @@ def recently_slow(joined: JoinedSteps, undisturbed: JoinedSteps | None) -> list[
 def _recurring(joined: JoinedSteps, late: Lateness) -> dict[int, SlowRank]:
     """Return each rank that is late again and again, by its index."""
     levels_ns = steady_levels(joined, late)
-    chances = beyond_chance(late.late, recurring_ranks(joined, late))
+    chances = beyond_chance(late.late, recurring_ranks(joined, late), late.excess_ns)
     return {
         index: _slow_rank(joined, late, index, chance, level_ns=levels_ns.get(index))
         for index, chance in chances.items()
@@ -89,7 +89,7 @@ def _steadily_slow(joined: JoinedSteps, late: Lateness) -> dict[int, SlowRank]:
     """Return each rank that is slow in every step, by its index."""
     slow = {}
     for index, level_ns in steady_levels(joined, late).items():
-        for chance in beyond_chance(steady_lateness(late, level_ns).late, [index]).values():
+        for chance in beyond_chance(steady_lateness(late, level_ns).late, [index], late.excess_ns).values():
             slow[index] = replace(_slow_rank(joined, late, index, chance, level_ns=level_ns), severity="info")
     return slow
 
@@ -102,7 +102,9 @@ def _suddenly_slow(joined: JoinedSteps, late: Lateness, named: set[int]) -> dict
             continue
         recent, recent_late = joined.latest(count), late.latest(count)
         recurring = set(recurring_ranks(recent, recent_late, _SUDDEN_LATE_SHARE, min_cost_share))
-        for index, chance in beyond_chance(recent_late.late, sorted(recurring - named - set(slow))).items():
+        for index, chance in beyond_chance(
+            recent_late.late, sorted(recurring - named - set(slow)), recent_late.excess_ns
+        ).items():
             steps = len(joined) - onset(late.late[:, index], float(recent_late.late[:, index].mean()))
             since_onset = _slow_rank(joined.latest(steps), late.latest(steps), index, chance)
             slow[index] = replace(since_onset, since_step=since_onset.steps[0])
@@ -112,7 +114,7 @@ def _suddenly_slow(joined: JoinedSteps, late: Lateness, named: set[int]) -> dict
 def _seldom_slow(joined: JoinedSteps, late: Lateness, named: set[int]) -> dict[int, SlowRank]:
     """Return each further rank that is seldom late, but costs more than chance explains."""
     suspects = [index for index in costly_ranks(joined, late) if index not in named]
-    chances = beyond_chance(step_weights(joined.window_ns)[:, None] * late.cost_ns, suspects)
+    chances = beyond_chance(step_weights(joined.window_ns)[:, None] * late.cost_ns, suspects, late.excess_ns)
     return {
         index: _slow_rank(joined, typical_lateness(joined, late, index), index, chance)
         for index, chance in chances.items()

@@ -71,11 +71,20 @@ def dependent_mean(values: Floats) -> DependentMean:
     """
     count = len(values)
     covariance = _autocovariance(values)
-    memory = _memory(covariance)
-    length = max(block_length(covariance), memory)
+    worth_one = _memory(covariance)
+    length = max(block_length(covariance), worth_one)
     bootstrap = _bootstrap_variance(covariance, min(length, count / 3))
-    variance = max(bootstrap, _variance_of_batches(values), float(covariance[0]) * memory)
+    variance = max(bootstrap, _variance_of_batches(values), float(covariance[0]) * worth_one)
     return DependentMean(float(values.mean()), sqrt(variance / count), count, length)
+
+
+def memory(values: Floats) -> float:
+    """Return how many values are worth one independent value, at least 1, if each depends on the one before.
+
+    Args:
+        values: The series in order of time, shape [steps], at least one value.
+    """
+    return _memory(_autocovariance(values))
 
 
 def _memory(covariance: Floats) -> float:
