@@ -86,7 +86,7 @@ def store_and_read(batch: wire.Batch) -> None:
     answers = (
         reports.diagnostics(*key),
         RunColumns(store, *key).stragglers(None, None),
-        RunTimeline(store, *key).trace(None, None),
+        [*RunTimeline(store, *key).trace(None, None)["traceEvents"]],
     )
     json.dumps(msgspec.to_builtins(answers), allow_nan=False)
     store.delete(batch.run)

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import msgspec
 from fastapi import Response
 
 from ddpobs import wire
+from ddpobs_server.web.packed_body import PackedBody, PackedResponse
 
 _MAX_CHARACTERS = 16_000_000
 """Maximum characters of names in a response."""
+_EVENTS = 1024
+"""Events of a trace that are encoded together."""
 
 
 def json_response(body: dict[str, Any]) -> Response:
     """Encode plain values, and columns of integers as lists."""
     return Response(msgspec.json.encode(body, enc_hook=_to_list), media_type=wire.JSON)
+
+
+def trace_response(trace: dict[str, Any]) -> Response:
+    """Encode a trace, whose events are an iterator, part by part."""
+
+    def parts() -> Iterator[bytes]:
+        rest = {name: value for name, value in trace.items() if name != "traceEvents"}
+        separator = b'{"traceEvents":['
+        while events := list(islice(trace["traceEvents"], _EVENTS)):
+            yield separator + msgspec.json.encode(events)[1:-1]
+            separator = b","
+        yield (b"" if separator == b"," else separator) + b"]," + msgspec.json.encode(rest)[1:]
+
+    return PackedResponse(PackedBody(parts()), media_type=wire.JSON)
 
 
 def columns_response(run: str, attempt: str, columns: dict[str, wire.Ints], next_step: int | None) -> Response:

@@ -29,7 +29,7 @@ def trace() -> tuple[wire.Steps, list[Any]]:
 
 
 def events_of(*arguments: Any) -> list[Any]:
-    events: list[Any] = msgspec.json.decode(msgspec.json.encode(chrome_trace(*arguments)))["traceEvents"]
+    events: list[Any] = msgspec.json.decode(msgspec.json.encode(list(chrome_trace(*arguments)["traceEvents"])))
     return events
 
 
@@ -103,7 +103,7 @@ def test_no_steps_give_an_empty_trace() -> None:
     _, example = spans([0], [(0, 0, 0, 0, 0)])
     no_spans = wire.Spans(**{name: getattr(example, name)[:0] for name in example.names})
     no_ranks = np.zeros(0, np.int64)
-    assert chrome_trace((no_ranks, no_steps), (no_ranks, no_spans), {})["traceEvents"] == []
+    assert list(chrome_trace((no_ranks, no_steps), (no_ranks, no_spans), {})["traceEvents"]) == []
 
 
 LAYOUT = wire.Layout(

@@ -30,7 +30,7 @@ def fill_parted(store: Store, count: int, behind: int) -> None:
 
 
 def traced(store: Store, first: int, last: int) -> list[Any]:
-    events: list[Any] = msgspec.to_builtins(RunTimeline(store, RUN, ATTEMPT).trace(first, last)["traceEvents"])
+    events: list[Any] = msgspec.to_builtins([*RunTimeline(store, RUN, ATTEMPT).trace(first, last)["traceEvents"]])
     return events
 
 

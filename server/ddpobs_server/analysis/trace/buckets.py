@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from ddpobs import wire
 from ddpobs_server.analysis.steps.clock_alignment import align
-from ddpobs_server.analysis.trace.events import FIRST_TRACK, BucketArgs, Slice, name_track
+from ddpobs_server.analysis.trace.events import BLOCK, FIRST_TRACK, BucketArgs, Slice, name_track, rows_of
 
 _BUCKET_BITS = 32
 
@@ -56,20 +56,18 @@ class BucketTracks:
             for times in (columns.ready_ns, columns.launched_ns, columns.done_ns)
         )
 
-    def names(self) -> list[dict[str, Any]]:
-        """Return the names of the tracks of every rank."""
-        events = []
+    def names(self) -> Iterator[dict[str, Any]]:
+        """Iterate over the names of the tracks of every rank."""
         for rank, index in _distinct(self.rank, self._module_index):
             module = int(self._modules[index])
-            events.append(name_track(rank, FIRST_TRACK + index, f"gradients {module}" if module else "gradients"))
+            yield name_track(rank, FIRST_TRACK + index, f"gradients {module}" if module else "gradients")
         for rank, index in _distinct(self.rank, self._index):
             parameters = self._parameters.get(self._pairs[index])
             name = f"{self._names[index]}: {parameters}" if parameters else self._names[index]
-            events.append(name_track(rank, self._first_bucket_track + index, name))
-        return events
+            yield name_track(rank, self._first_bucket_track + index, name)
 
-    def gradients(self) -> list[Slice]:
-        """Return the time from each bucket's readiness to the next one's, in which the next one's gradients are made.
+    def gradients(self) -> Iterator[Slice]:
+        """Iterate over the times from a bucket's readiness to the next one's, in which that one's gradients are made.
 
         The first bucket of a backward is left out, because the start of the backward is not recorded.
         """
@@ -83,27 +81,28 @@ class BucketTracks:
         names = [f"gradients of {name}" for name in self._names]
         return self._slices(names, rows, FIRST_TRACK + self._module_index, ready_ns[before], ready_ns[rows])
 
-    def reductions(self) -> list[Slice]:
-        """Return each all-reduce, from its launch to its completion."""
+    def reductions(self) -> Iterator[Slice]:
+        """Iterate over each all-reduce, from its launch to its completion."""
         return self._slices(self._names, np.arange(len(self.rank)), self.track, self.launched_ns, self.done_ns)
 
     def _slices(
         self, names: list[str], rows: wire.Ints, track: wire.Ints, began_ns: wire.Ints, ended_ns: wire.Ints
-    ) -> list[Slice]:
-        """Return a slice of each of these rows, from times of the same length; `names` are by bucket."""
+    ) -> Iterator[Slice]:
+        """Iterate over a slice of each of these rows, from times of the same length; `names` are by bucket."""
         spans = self.spans
         columns = (self._index, track, self.rank, spans.step, spans.bucket, spans.module)
-        times = (began_ns / 1e3, (ended_ns - began_ns) / 1e3)
-        values = (*(column[rows].tolist() for column in columns), *(column.tolist() for column in times))
-        return [
-            Slice(names[index], pid, tid, began, duration, BucketArgs(step, bucket, module))
-            for index, tid, pid, step, bucket, module, began, duration in zip(*values, strict=True)
-        ]
+        for begin in range(0, len(rows), BLOCK):
+            block = slice(begin, begin + BLOCK)
+            times = began_ns[block] / 1e3, (ended_ns[block] - began_ns[block]) / 1e3
+            values = rows_of(*(column[rows[block]] for column in columns), *times)
+            for index, tid, pid, step, bucket, module, began, duration in values:
+                yield Slice(names[index], pid, tid, began, duration, BucketArgs(step, bucket, module))
 
 
-def _distinct(rank: wire.Ints, index: wire.Ints) -> list[list[int]]:
-    pairs: list[list[int]] = np.unique(np.stack([rank, index]), axis=1).T.tolist()
-    return pairs
+def _distinct(rank: wire.Ints, index: wire.Ints) -> Iterator[tuple[int, int]]:
+    count = int(index.max(initial=0)) + 1
+    for pair in rows_of(*np.divmod(np.unique(rank * count + index), count)):
+        yield pair[0], pair[1]
 
 
 def _occurrences(rank: wire.Ints, spans: wire.Spans, ready_ns: wire.Ints) -> wire.Ints:

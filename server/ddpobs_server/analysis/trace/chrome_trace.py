@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from ddpobs_server.analysis.trace.events import (
     WholeStepArgs,
     name_process,
     name_track,
+    rows_of,
 )
 from ddpobs_server.analysis.trace.waits import Waits, changes
 
@@ -49,35 +51,45 @@ def chrome_trace(
         wall_offset_ns: Unix time minus the lowest rank's clock; None if unknown.
 
     Returns:
-        The trace, for msgspec to encode.
+        The trace, for msgspec to encode; its events are an iterator, because those of a large step take gigabytes.
     """
     rank, columns = steps
     start_ns = align(rank, offsets, columns.start_ns)
     origin_ns = int(start_ns.min()) if len(start_ns) else 0
     began = _times_of_day(start_ns, wall_offset_ns)
-    tracks = BucketTracks(spans, offsets, origin_ns, layouts)
-    events: list[Any] = []
-    for number in np.union1d(rank, spans[0]).tolist():
-        events += [
-            name_process(number, f"rank {number}"),
-            name_track(number, STEPS_TRACK, "steps"),
-            name_track(number, PHASES_TRACK, "phases"),
-        ]
     start_ns = start_ns - origin_ns
-    end_ns = start_ns + columns.end_ns - columns.start_ns
-    counters = changes(("ranks", "in a step"), start_ns, end_ns, np.ones(len(rank)))
-    events += tracks.names() + _step_slices(rank, columns, start_ns, began) + _phase_slices(rank, columns, start_ns)
-    events += tracks.gradients() + tracks.reductions()
+    tracks = BucketTracks(spans, offsets, origin_ns, layouts)
     reduced = transfers(spans, collectives_of(steps, spans[0], spans[1].step), bucket_sizes(list(layouts)))
-    if len(reduced):
-        waits = Waits.of(tracks, reduced)
-        events += waits.slices() + waits.arrows()
-        counters += waits.counters()
-    if counters:
-        events += [name_process(ALL_RANKS, "all ranks"), *counters]
+    waits = Waits.of(tracks, reduced) if len(reduced) else None
+    events = chain(
+        _process_names(np.union1d(rank, spans[0])),
+        tracks.names(),
+        _step_slices(rank, columns, start_ns, began),
+        _phase_slices(rank, columns, start_ns),
+        tracks.gradients(),
+        tracks.reductions(),
+        chain(waits.slices(), waits.arrows()) if waits is not None else (),
+        _counters(start_ns, start_ns + columns.end_ns - columns.start_ns, waits),
+    )
     note = "phases have durations only and are drawn one after another; clocks are aligned by the ends of all-reduces"
     other = {"note": note} | ({"began": began[int(start_ns.argmin())]} if any(began) else {})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+
+
+def _process_names(ranks: wire.Ints) -> Iterator[dict[str, Any]]:
+    for rank in ranks.tolist():
+        yield name_process(rank, f"rank {rank}")
+        yield name_track(rank, STEPS_TRACK, "steps")
+        yield name_track(rank, PHASES_TRACK, "phases")
+
+
+def _counters(start_ns: wire.Ints, end_ns: wire.Ints, waits: Waits | None) -> Iterator[dict[str, Any]]:
+    """Iterate over the counters of all ranks, after the name of their process."""
+    in_steps = changes(("ranks", "in a step"), start_ns, end_ns, np.ones(len(start_ns)))
+    for number, event in enumerate(chain(in_steps, waits.counters() if waits is not None else ())):
+        if number == 0:
+            yield name_process(ALL_RANKS, "all ranks")
+        yield event
 
 
 def _times_of_day(start_ns: wire.Ints, wall_offset_ns: int | None) -> list[str]:
@@ -89,20 +101,16 @@ def _times_of_day(start_ns: wire.Ints, wall_offset_ns: int | None) -> list[str]:
     return texts
 
 
-def _step_slices(rank: wire.Ints, steps: wire.Steps, start_ns: wire.Ints, began: list[str]) -> list[Slice]:
+def _step_slices(rank: wire.Ints, steps: wire.Steps, start_ns: wire.Ints, began: list[str]) -> Iterator[Slice]:
     columns = (rank, steps.step, start_ns / 1e3, (steps.end_ns - steps.start_ns) / 1e3)
-    return [
-        Slice(f"step {step}", pid, STEPS_TRACK, start, duration, WholeStepArgs(step, time))
-        for pid, step, start, duration, time in zip(*(column.tolist() for column in columns), began, strict=True)
-    ]
+    for (pid, step, start, duration), time in zip(rows_of(*columns), began, strict=True):
+        yield Slice(f"step {step}", pid, STEPS_TRACK, start, duration, WholeStepArgs(step, time))
 
 
-def _phase_slices(rank: wire.Ints, steps: wire.Steps, start_ns: wire.Ints) -> list[Slice]:
+def _phase_slices(rank: wire.Ints, steps: wire.Steps, start_ns: wire.Ints) -> Iterator[Slice]:
     duration_ns = np.stack([getattr(steps, f"{phase}_ns") for phase in wire.PHASES], axis=1)
     began_ns = start_ns[:, None] + np.cumsum(duration_ns, axis=1) - duration_ns
     row, phase = cells = np.nonzero(duration_ns)
     columns = (phase, rank[row], steps.step[row], began_ns[cells] / 1e3, duration_ns[cells] / 1e3)
-    return [
-        Slice(wire.PHASES[index], pid, PHASES_TRACK, began, duration, StepArgs(step))
-        for index, pid, step, began, duration in zip(*(column.tolist() for column in columns), strict=True)
-    ]
+    for index, pid, step, began_us, duration_us in rows_of(*columns):
+        yield Slice(wire.PHASES[index], pid, PHASES_TRACK, began_us, duration_us, StepArgs(step))

@@ -8,15 +8,27 @@ Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhY
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
+import numpy.typing as npt
 
 ALL_RANKS = 2**21
 """Process of the counters, above any rank."""
 STEPS_TRACK, PHASES_TRACK = ALL_RANKS + 1, ALL_RANKS + 2
 FIRST_TRACK = ALL_RANKS + 3
 """First of the tracks that are numbered by module and bucket."""
+
+
+BLOCK = 4096
+"""Rows whose values are Python numbers at a time: those of all rows of a large step would take a gigabyte."""
+
+
+def rows_of(*columns: npt.NDArray[Any]) -> Iterator[tuple[Any, ...]]:
+    """Iterate over the rows of columns of one length, as tuples of Python numbers."""
+    for begin in range(0, len(columns[0]), BLOCK):
+        yield from zip(*(column[begin : begin + BLOCK].tolist() for column in columns), strict=True)
 
 
 class StepArgs(msgspec.Struct, gc=False):

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ddpobs import wire
 from ddpobs_server.analysis.communication.transfers import Transfers
 from ddpobs_server.analysis.trace.buckets import BucketTracks
-from ddpobs_server.analysis.trace.events import ArrowEnd, ArrowStart, MovingArgs, Slice, StepArgs, counter
+from ddpobs_server.analysis.trace.events import ArrowEnd, ArrowStart, MovingArgs, Slice, StepArgs, counter, rows_of
 
 _MIN_WAIT_NS = 1_000
 """A shorter wait is below the noise of the clocks' alignment, and too short to see."""
@@ -47,26 +47,23 @@ class Waits:
         waited_ns = np.maximum(moved_ns - transfers.waiting_ns.astype(np.int64), launched_ns)
         return cls(tracks, transfers, waited_ns, moved_ns, (moved_ns - waited_ns).argmin(axis=1))
 
-    def slices(self) -> list[Slice]:
-        """Return waiting and moving, each inside the slice of its all-reduce."""
+    def slices(self) -> Iterator[Slice]:
+        """Iterate over waiting and moving, each inside the slice of its all-reduce."""
         transfers, done_ns = self.transfers, self.tracks.done_ns[self.transfers.row]
         waits = self.moved_ns - self.waited_ns >= _MIN_WAIT_NS
-        slices = [
-            Slice(f"waiting for rank {late}", pid, tid, began / 1e3, (ended - began) / 1e3, StepArgs(step))
-            for pid, tid, step, late, began, ended in self._cells(
-                waits, self._late_values(self.tracks.rank), self.waited_ns, self.moved_ns
-            )
-        ]
+        for pid, tid, step, late, began, ended in self._cells(
+            waits, self._late_values(self.tracks.rank), self.waited_ns, self.moved_ns
+        ):
+            yield Slice(f"waiting for rank {late}", pid, tid, began / 1e3, (ended - began) / 1e3, StepArgs(step))
         bytes_per_ns = transfers.size_bytes / np.maximum(1.0, transfers.moving_ns)
-        return slices + [
-            Slice("moving", pid, tid, began / 1e3, (ended - began) / 1e3, MovingArgs(step, size, round(bandwidth, 3)))
-            for pid, tid, step, size, bandwidth, began, ended in self._cells(
-                done_ns > self.moved_ns, transfers.size_bytes, bytes_per_ns, self.moved_ns, done_ns
-            )
-        ]
+        for pid, tid, step, size, bandwidth, began, ended in self._cells(
+            done_ns > self.moved_ns, transfers.size_bytes, bytes_per_ns, self.moved_ns, done_ns
+        ):
+            args = MovingArgs(step, size, round(bandwidth, 3))
+            yield Slice("moving", pid, tid, began / 1e3, (ended - began) / 1e3, args)
 
-    def arrows(self) -> list[ArrowStart | ArrowEnd]:
-        """Return an arrow from the last rank to each rank that waited for it, at the longest wait of each step.
+    def arrows(self) -> Iterator[ArrowStart | ArrowEnd]:
+        """Iterate over the ends of arrows, from the last rank to each that waited for it, at each step's longest wait.
 
         It begins at the late rank's arrival, and ends where bytes begin to move on the other rank.
         """
@@ -81,22 +78,19 @@ class Waits:
         cells = self._cells(
             mask, self._late_values(self.tracks.rank), self._late_values(self.tracks.track), arrived_ns, self.moved_ns
         )
-        arrows: list[ArrowStart | ArrowEnd] = []
         for number, (pid, tid, _, late, late_track, arrived, moved) in enumerate(cells):
-            arrows.append(ArrowStart("late", "ddpobs", number, late, late_track, arrived / 1e3))
-            arrows.append(ArrowEnd("late", "ddpobs", number, pid, tid, moved / 1e3))
-        return arrows
+            yield ArrowStart("late", "ddpobs", number, late, late_track, arrived / 1e3)
+            yield ArrowEnd("late", "ddpobs", number, pid, tid, moved / 1e3)
 
-    def counters(self) -> list[dict[str, Any]]:
-        """Return the bandwidth of all-reduces, in GB/s, and the number of ranks that wait for a late rank."""
+    def counters(self) -> Iterator[dict[str, Any]]:
+        """Iterate over the bandwidth of all-reduces, in GB/s, and the number of ranks that wait for a late rank."""
         transfers = self.transfers
         ended_ns = self.tracks.done_ns[transfers.row[:, :1]].reshape(-1)
         bytes_per_ns = transfers.size_bytes / np.maximum(1.0, transfers.moving_ns)
         waits = self.moved_ns - self.waited_ns >= _MIN_WAIT_NS
         one = np.ones(int(waits.sum()))
-        return changes(("bandwidth", "GB/s"), self.moved_ns[:, :1].reshape(-1), ended_ns, bytes_per_ns) + changes(
-            ("ranks", "waiting"), self.waited_ns[waits], self.moved_ns[waits], one
-        )
+        yield from changes(("bandwidth", "GB/s"), self.moved_ns[:, :1].reshape(-1), ended_ns, bytes_per_ns)
+        yield from changes(("ranks", "waiting"), self.waited_ns[waits], self.moved_ns[waits], one)
 
     def _late_values(self, values: wire.Ints) -> wire.Ints:
         """Return a column's value of the late rank of each transfer, shape [transfers]."""
@@ -108,13 +102,13 @@ class Waits:
         selected = row[mask]
         columns = [self.tracks.rank[selected], self.tracks.track[selected], self.tracks.spans.step[selected]]
         columns += [np.broadcast_to(v if v.ndim == 2 else v[:, None], row.shape)[mask] for v in values]
-        return zip(*(column.tolist() for column in columns), strict=True)
+        return rows_of(*columns)
 
 
 def changes(
     name: tuple[str, str], began_ns: wire.Ints, ended_ns: wire.Ints, values: npt.NDArray[Any]
-) -> list[dict[str, Any]]:
-    """Return the changes of a counter that sums these values, each from its start to its end.
+) -> Iterator[dict[str, Any]]:
+    """Iterate over the changes of a counter that sums these values, each from its start to its end.
 
     Args:
         name: The counter's name and unit.
@@ -125,7 +119,5 @@ def changes(
     at_ns, index = np.unique(np.concatenate([began_ns, ended_ns]), return_inverse=True)
     level = np.cumsum(np.bincount(index, np.concatenate([values, -values]), len(at_ns)))
     changed = np.flatnonzero(np.abs(np.diff(level, prepend=0.0)) > _ROUNDING)
-    return [
-        counter(*name, at / 1e3, round(value, 3))
-        for at, value in zip(at_ns[changed].tolist(), level[changed].tolist(), strict=True)
-    ]
+    for at, value in rows_of(at_ns[changed], level[changed]):
+        yield counter(*name, at / 1e3, round(value, 3))
