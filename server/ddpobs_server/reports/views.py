@@ -26,8 +26,8 @@ _COLUMN_ROWS = 400_000
 """Rows of steps up to which the delays are computed from columns."""
 _CHOICE_STEPS, _CHOICE_ROWS = 50, 50_000
 """Latest steps from which the shown step is chosen, and about the most rows of them."""
-_ALIGNED_STEPS = 2
-"""Steps before and after a shown step that are read to align the ranks' clocks."""
+_ALIGNED_STEPS, _ALIGNED_SPANS = 2, 500_000
+"""Steps before and after a shown step that are read to align the ranks' clocks, unless they have more spans."""
 _SPAN_ROWS = 50_000
 """Maximum number of rows of spans from which the times of buckets are computed."""
 
@@ -101,6 +101,8 @@ class RunViews(AttemptReader):
         if step is None:
             step = self._typical_step(*bounds)
         near = max(0, step - _ALIGNED_STEPS), step + _ALIGNED_STEPS
+        if self.store.estimate_rows("spans", self.run, self.attempt, *near) > _ALIGNED_SPANS:
+            near = step, step
         steps, spans = self._steps(*near), self.store.spans(self.run, self.attempt, None, *near)
         offsets, _ = clock_alignment.offsets_ns(steps, spans)
         own_rows, own_spans = steps[1].step == step, spans[1].step == step
