@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import random
-import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,16 @@ import msgspec
 import numpy as np
 from ddpobs_server.app import create_app
 from ddpobs_server.ingest.limits import check_batch
-from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.settings import Settings
 from ddpobs_server.web.problems import Problem
 from fastapi.testclient import TestClient
-from prometheus_client import CollectorRegistry
 
 from benchmarks.rig import databases
 from ddpobs import wire
 from ddpobs.errors import WireError
 from ddpobs.wire.facts import FORMS
 from tests.support.server.batches import batch, fingerprint, hello, layout, pulse, spans, steps
+from tests.support.server.costs import costs
 from tests.support.server.peers import peers
 
 NUMBERS = (0, 1, 50_000_000, 2**20 - 1, 2**40 - 1, 2**48, 2**62, 2**63 - 1, -1, -(2**62))
@@ -38,6 +36,8 @@ CASES = 6
 """Batches with several such values."""
 TIMES_ORDINARY = 3
 """Most memory of any request or job, as a multiple of what an ordinary batch takes."""
+TIMES_ORDINARY_S, LEAST_S = 10, 0.1
+"""Most processor time likewise, and the time that any may take: garbage collections and other threads count."""
 
 
 def ordinary() -> dict[str, Any]:
@@ -135,50 +135,6 @@ def cases() -> dict[str, Any]:
     return found
 
 
-def reads(http: TestClient) -> list[str]:
-    """Every route about one run."""
-    paths = http.get("/openapi.json").json()["paths"]
-    of_run = [
-        path for path, operations in paths.items() if path.startswith("/api/v1/runs/{run}") and "get" in operations
-    ]
-    return [path for path in of_run if path.count("{") == 1]
-
-
-def peak(action: Callable[[], Any]) -> int:
-    """Most memory that an action takes besides what is in use, in bytes."""
-    tracemalloc.reset_peak()
-    before = tracemalloc.get_traced_memory()[0]
-    action()
-    return tracemalloc.get_traced_memory()[1] - before
-
-
-def costs(http: TestClient, settings: Settings, plain: Any, run: str) -> dict[str, int]:
-    """Peak of each read and job with two ranks of a run."""
-    queries = {"/steps": {"points": 500}, "/compare": {"with": run}, "/spans": {"rank": 0}}
-    sizes = {}
-    for rank in range(2):
-        sent = plain | {"run": run, "rank": rank, "source": f"{rank:016x}"}
-        url = f"/api/v1/runs/{run}/sources/{sent['source']}/batches/{sent['seq']}"
-        answer = http.put(url, content=json.dumps(sent), headers={"Content-Type": wire.JSON})
-        assert answer.status_code in (201, 422, 429), answer.text
-    for route in reads(http):
-        query = next((own for end, own in queries.items() if route.endswith(end)), {})
-
-        def read(route: str = route, query: Any = query) -> None:
-            answer = http.get(route.replace("{run}", run), params=query)
-            assert answer.status_code in (200, 404, 422), (route, answer.text)
-
-        sizes[route] = peak(read)
-    sizes["/metrics"] = peak(lambda: http.get("/metrics", params={"only": "runs"}).raise_for_status())
-    sizes["/runs"] = peak(lambda: http.get("/api/v1/runs").raise_for_status())
-    store = http.app.state.services.store  # type: ignore[attr-defined]
-    job = RetentionJob(settings, store, CollectorRegistry())
-    sizes["retention"] = peak(lambda: job.run_once(time.time_ns() + 3600 * 10**9))
-    assert http.get("/readyz").json() == {"status": "ready", "faulty_runs": 0}
-    http.delete(f"/api/v1/runs/{run}")
-    return sizes
-
-
 def test_no_number_of_a_client_makes_a_read_or_a_job_expensive(tmp_path: Path) -> None:
     settings = Settings(database_url=databases.sqlite(tmp_path), keep_spans_days=1, keep_share=1)
     hostile = cases()
@@ -188,7 +144,9 @@ def test_no_number_of_a_client_makes_a_read_or_a_job_expensive(tmp_path: Path) -
         try:
             usual = costs(http, settings, ordinary(), "usual")
             for run, plain in hostile.items():
-                for what, size in costs(http, settings, plain, run).items():
-                    assert size <= TIMES_ORDINARY * max(usual[what], 2**20), (run, what, size, usual[what])
+                for what, cost in costs(http, settings, plain, run).items():
+                    assert cost.size_bytes <= TIMES_ORDINARY * max(usual[what].size_bytes, 2**20), (run, what, cost)
+                    limit_s = TIMES_ORDINARY_S * max(usual[what].processor_s, LEAST_S)
+                    assert cost.processor_s <= limit_s, (run, what, cost, usual[what])
         finally:
             tracemalloc.stop()
