@@ -172,6 +172,39 @@ def _reads() -> str:
     return rows_of(["", "median, ms"], rows)
 
 
+_PEAKS = {
+    "/diagnostics": "diagnosis",
+    "/compare": "comparison with another run",
+    "/stragglers": "stragglers",
+    "/report.html": "report",
+    "/figures/overview": "figure `overview`",
+    "/figures/buckets": "figure `buckets`",
+    "/figures/step": "figure `step`",
+    "/steps": "a page of steps",
+    "/steps?mean=true": "all steps, the mean over ranks",
+    "/spans": "a page of spans",
+    "/trace": "trace",
+    "/ranks": "ranks",
+    "/metrics": "`/metrics`",
+}
+"""The reads in the table of peaks, by the beginning of their path after the run."""
+
+
+def _peaks() -> str:
+    found = newest("read-peaks")
+    rows = []
+    for path, title in _PEAKS.items():
+        peaks = [_growth(found[run], path) for run in found]
+        rows.append([title, *(f"{peak:,.0f}" if peak is not None else "" for peak in peaks)])
+    return rows_of(["MB", *(f"*{run}*" for run in found)], rows)
+
+
+def _growth(reads: dict[str, Any], path: str) -> float | None:
+    """Growth of memory by a read in MB; None if it was refused."""
+    row = next(row for name, row in reads.items() if name == path or name.startswith(f"{path}?with="))
+    return row["growth_mb"] if row["status"] == 200 else None
+
+
 _INGEST = {"spans_per_s": "bucket spans a second", "ack_p99_ms": "99 % acknowledged within, ms"}
 _JOB = {"spans": "bucket spans", "ack_p50_ms": "half acknowledged within, ms"}
 _JOB |= {"ack_p99_ms": "99 % acknowledged within, ms", "cpu_cores": "processor cores"}
@@ -257,6 +290,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ingest": _figures("ingest", _INGEST),
     "job": _figures("job", _JOB),
     "reads": _reads,
+    "peaks": _peaks,
     "strategies": _strategies,
     "diagnosis-cases": lambda: _diagnosis(0),
     "diagnosis-sums": lambda: _diagnosis(1),

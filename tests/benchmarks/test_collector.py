@@ -34,6 +34,14 @@ def test_reads_measures_each_request_on_both_databases(tmp_path: Path) -> None:
         assert all(f"\n| {name} | " in output and row["median_ms"] > 0 for name, row in results.items())
 
 
+def test_the_peak_of_each_read_is_measured(tmp_path: Path) -> None:
+    run("read_peaks", "--json", str(tmp_path / "results.json"), "--match", "buckets/s")
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["buckets"].keys() > {"/stragglers", "/spans", "/steps?mean=true"}
+    assert {row["status"] for row in results["buckets"].values()} == {200}
+    assert all(0 < row["growth_mb"] < row["peak_mb"] for row in results["buckets"].values())
+
+
 def test_ingest_loses_nothing_and_is_compared_with_rows(tmp_path: Path) -> None:
     output = run("ingest", "--json", str(tmp_path / "results.json"))
     assert json.loads((tmp_path / "results.json").read_text())["lost"] == 0
