@@ -40,7 +40,7 @@ class CrashFacts(Facts):
         signal: Signal that ended its process; None without one.
         exit_status: Exit status of its process; None if it is not known.
         traceback: Its traceback, with the user's own frames; None without one.
-        place: Innermost lines of the user's code in it; empty if they are not known.
+        place: Innermost lines of the user's code in its traceback; empty if they are not known.
         host: Its host; None if it is not known.
         module: Module of the bucket launched last; -1 if it is not known.
         victims: Error or end of each rank that failed because of it.

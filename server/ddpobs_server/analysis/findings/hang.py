@@ -38,8 +38,6 @@ class HangFacts(Facts):
         places: Place in the code by rank.
         stacks: Stack by rank.
         threads: Stacks of other threads in the user's code, by rank and by name.
-        began_ns: Begin of a hang that the run's end ended, as Unix time; None for another one.
-        ended_ns: Its end; None for another one.
         length_ns: Time without progress of the longest hang that is past; None if the hang goes on.
         times: Reports of hangs that are over; None if the hang goes on.
     """
@@ -54,8 +52,6 @@ class HangFacts(Facts):
     places: dict[int, str] = field(default_factory=dict)
     stacks: dict[int, list[str]] = field(default_factory=dict)
     threads: dict[int, dict[str, list[str]]] = field(default_factory=dict)
-    began_ns: int | None = None
-    ended_ns: int | None = None
     length_ns: int | None = None
     times: int | None = None
 
@@ -106,7 +102,7 @@ def _ended(evidence: Evidence, verdict: Hang, end: End) -> Finding:
     """The hang in which the run was until a rank ended, with the stacks of the last pulses before."""
     began_ns, ended_ns = end.wall_ns - verdict.since_ns, end.wall_ns
     facts = _facts(evidence, verdict, evidence.pulses | evidence.stuck_pulses)
-    facts = replace(facts, began_ns=began_ns, ended_ns=ended_ns, length_ns=verdict.since_ns)
+    facts = replace(facts, since_ns=None, length_ns=verdict.since_ns)
     finding = _finding(evidence, verdict, facts)
     until = end.facts.signal or f"rank {end.rank} {'failed' if end.kind == 'failed' else 'ended'}"
     return replace(

@@ -125,7 +125,8 @@ def test_a_hang_that_a_signal_ended_keeps_its_sentence_times_bucket_and_stacks(k
     assert (finding.measure, finding.when) == (f"no progress for 22 s, until {number}", "00:01:28–00:01:50 UTC (22 s)")
     assert (finding.buckets, finding.parameters, finding.where) == ([0], ["head.weight"], "bucket 0.0: head.weight")
     facts = facts_of(HangFacts, finding)
-    assert (facts.kind, facts.began_ns, facts.ended_ns) == ("absent", 88 * S, 110 * S)
+    assert (facts.kind, facts.since_ns, facts.length_ns) == ("absent", None, 22 * S)
+    assert [(held.began_ns, held.ended_ns) for held in finding.intervals] == [(88 * S, 110 * S)]
     assert (facts.stacks[1], facts.threads) == (["a.py:3 f"], {1: WRITER})
 
 
