@@ -9,6 +9,7 @@ from grafana_foundation_sdk.models.common import StackingMode, VisibilityMode
 from grafana_foundation_sdk.models.dashboard import DataTransformerConfig
 
 from dashboards.panels import RUN, SEVERITIES, SOURCE, color_of, property_of, query
+from ddpobs.shared.words import STATED_ELSEWHERE
 
 _COLUMNS = {
     "severity": "Severity",
@@ -23,15 +24,16 @@ _HIDDEN = ("Time", "order", "code")
 
 def findings(span: int) -> table.Panel:
     """Return the findings of the chosen runs, the most severe first, then by gain."""
-    rows = f"max by (run, code, severity, title, ranks, phase) (ddpobs_finding_gain_ratio{{{RUN}}})"
+    shown = f'{RUN},code!~"{"|".join(STATED_ELSEWHERE)}"'
+    rows = f"max by (run, code, severity, title, ranks, phase) (ddpobs_finding_gain_ratio{{{shown}}})"
     for order, severity in enumerate(SEVERITIES, 1):
         rows = f'label_replace({rows}, "order", "{order}", "severity", "{severity}")'
     panel = table.Panel().title("Findings").datasource(SOURCE).unit("percentunit").height(8).span(span)
     panel = panel.description("Most severe first, then by gain. An empty table is good. A finding links to its remedy.")
     panel = panel.with_target(query(f"sort_desc({rows})", "").instant().format("table"))  # type: ignore[arg-type]
     panel = panel.with_transformation(_transformation("sortBy", sort=[{"field": "order"}]))
-    shown = {name: index for index, name in enumerate(_COLUMNS)}
-    organised = {"excludeByName": dict.fromkeys(_HIDDEN, True), "indexByName": shown, "renameByName": _COLUMNS}
+    columns = {name: index for index, name in enumerate(_COLUMNS)}
+    organised = {"excludeByName": dict.fromkeys(_HIDDEN, True), "indexByName": columns, "renameByName": _COLUMNS}
     panel = panel.with_transformation(_transformation("organize", **organised))
     colors = {severity: {"color": color, "index": index} for index, (severity, color) in enumerate(SEVERITIES.items())}
     cell = property_of("custom.cellOptions", {"type": "color-background", "mode": "basic"})

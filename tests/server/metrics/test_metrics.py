@@ -73,7 +73,8 @@ def test_the_most_severe_findings_have_a_series_each_with_rank_phase_and_gain() 
     findings += [finding("straggler", list(range(rank, 20)), 0.1) for rank in range(9)]
     run = Mock()
     run.name = "r"
-    diagnosis = DiagnosisOutline.of({"findings": findings, "missing": [], "goodput": None, "time_shares": {}})
+    unknown: dict[str, Any] = {"missing": [], "verdict": "", "summary": "", "goodput": None, "time_shares": {}}
+    diagnosis = DiagnosisOutline.of({"findings": findings} | unknown)
     lines = render_present(run, "running", diagnosis)["finding_gain_ratio"].decode().splitlines()
     start, of_r = "ddpobs_finding_gain_ratio", 'run="r",severity="warning"'
     assert lines[0] == f'{start}{{code="straggler",phase="backward",ranks="1",{of_r},title="straggler: 50 %"}} 0.3'
