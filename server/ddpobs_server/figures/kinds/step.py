@@ -54,6 +54,8 @@ ARROWS = "arrows"
 """Name of the arrows' source."""
 _LANES = {"phase": (0.05, 0.3), "compute": (0.35, 0.6), "comm": (0.65, 0.9)}
 """Lanes of a rank's row, from its top."""
+_FEW_RANKS = 16
+"""Ranks whose rows are high enough for a thick outline."""
 _SMALL_SHARE = 0.2
 """A bucket that takes a smaller part of the step is drawn with as much time before and after it."""
 Bools = npt.NDArray[np.bool_]
@@ -261,7 +263,8 @@ def _outline(plot: figure, spans: BucketSpans, rows_of: Rows, bucket: str, theme
     for lane, (begin, end) in edges.items():
         times = {"left": (begin[rows] - origin) / 1e6, "right": (end[rows] - origin) / 1e6}
         source = ColumnDataSource(_lane(spans.rank[rows], row, lane) | times, name=f"chosen {lane}")
-        add_quads(plot, source, _SIDES, fill_color=None, line_color=theme.ink, line_width=2.5)
+        width = 2.5 if len(row) <= _FEW_RANKS else 1.0
+        add_quads(plot, source, _SIDES, fill_color=None, line_color=theme.ink, line_width=width)
     left = float((spans.computing_ns[rows] - origin).min()) / 1e6
     right = float((spans.done_ns[rows] - origin).max()) / 1e6
     if right - left < (plot.x_range.end - plot.x_range.start) * _SMALL_SHARE:  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ import { offerTrace } from "./trace.js";
 const LIVE = ["running", "stalled", "hung"];
 const MAX_TRACE_STEPS = 50;
 const COPIED_MS = 2000;
+const filled = { ranks: null, key: null }; // What the table of ranks shows.
 
 // Show the selection in the form, and what depends on it beside the figures.
 export function fillForm(choose) {
@@ -33,10 +34,19 @@ export function fillForm(choose) {
   byId("clear").textContent = isLive() ? "Follow the run" : "Clear the selection";
   byId("report").href = `${root}/api/v1${address("report.html")}`;
   showBucket(state.layouts, selection.bucket);
-  const drawn = new Set(shown("ranks").ranks ?? []);
-  const isShown = ({ rank }) => !selection.match || drawn.has(rank);
-  const marked = markedRanks(selection, state.diagnosis?.findings ?? [], state.keys, state.ranks.length);
-  showRanks(state.ranks.filter(isShown), marked, (rank) => choose({ rank: String(rank) }));
+  fillRanks((rank) => choose({ rank: String(rank) }));
+}
+
+// Fill the table of ranks, unless it has these rows: those of a thousand ranks take as long as a figure.
+function fillRanks(select) {
+  const { selection, ranks } = state;
+  const drawn = selection.match ? (shown("ranks").ranks ?? []) : null;
+  const marked = markedRanks(selection, state.diagnosis?.findings ?? [], state.keys, ranks.length);
+  const key = JSON.stringify([drawn, marked]);
+  if (filled.ranks === ranks && filled.key === key) return;
+  Object.assign(filled, { ranks, key });
+  const isShown = new Set(drawn);
+  showRanks(drawn ? ranks.filter(({ rank }) => isShown.has(rank)) : ranks, marked, select);
 }
 
 function isLive() {
