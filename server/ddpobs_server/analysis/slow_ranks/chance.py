@@ -29,8 +29,10 @@ def beyond_chance(late: npt.NDArray[Any], suspects: list[int], excess_ns: Floats
         suspects: Indices of ranks.
         excess_ns: The ranks' excess, of the same shape, whose bursts a block has to hold.
     """
-    chances = {index: chance_of(late, block_steps(excess_ns[:, index]))[index] for index in suspects}
-    return {index: float(chance) for index, chance in chances.items() if chance <= MAX_CHANCE}
+    lengths = {index: block_steps(excess_ns[:, index]) for index in suspects}
+    chances = {length: chance_of(late, length) for length in set(lengths.values())}  # Of many ranks, few lengths.
+    by_suspect = {index: float(chances[length][index]) for index, length in lengths.items()}
+    return {index: chance for index, chance in by_suspect.items() if chance <= MAX_CHANCE}
 
 
 def block_steps(excess_ns: Floats) -> int:
