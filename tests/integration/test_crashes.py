@@ -95,7 +95,7 @@ def test_a_rank_that_ends_leaves_its_place(  # noqa: PLR0917 - the facts of one 
         if event == "failed":
             assert (end["error"], end["message"]) == ("ValueError", "a bad sample")
             assert 'raise ValueError("a bad sample")\nValueError: a bad sample' in end["traceback"]
-            assert len(end["traceback"].splitlines()) <= 10
+            assert "ddpobs/ddp.py" not in end["traceback"]
         if event == "died":
             assert end["synchronised"] == STEP + (phase == "optimizer")
         assert [path.name for path in (tmp_path / "spool").rglob("*")] == ["places"]

@@ -16,6 +16,8 @@ from ddpobs_server.web.problems import Problem
 
 _MAX_FACTS, _MAX_FACTS_LENGTH = 100, 16_384
 """Maximum number of entries and characters of a mapping that a client fills: reads load those of all sources."""
+_LONG_FACTS = ("message", "traceback")
+"""Facts of an event that are no names, and as long as the mapping may be."""
 
 
 def check_batch(batch: wire.Batch, settings: Settings) -> None:
@@ -82,7 +84,7 @@ def _facts(batch: wire.Batch) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _names(batch: wire.Batch) -> Iterator[str]:
-    """Every text that the client chose."""
+    """Every text that the client chose, but for those that are no names."""
     if (hello := batch.hello) is not None:
         yield from (hello.host, hello.device, hello.backend)
         yield from _texts(hello.versions)
@@ -100,7 +102,7 @@ def _names(batch: wire.Batch) -> Iterator[str]:
         yield from sample.buffer_names
     for event in batch.events:
         yield event.kind
-        yield from _texts(event.detail)
+        yield from _texts({name: fact for name, fact in event.detail.items() if name not in _LONG_FACTS})
 
 
 def _texts(facts: Mapping[str, Any]) -> Iterator[str]:
