@@ -6,16 +6,17 @@ from functools import cache
 from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import Connection, Dialect, Double, Insert, Select, Table, Update, cast, func
+from sqlalchemy import Connection, Dialect, Double, Insert, Select, Table, TextClause, Update, cast, func
 from sqlalchemy.dialects import postgresql, sqlite
 
 
 @cache
 def compiled(
-    statement: Insert | Update | Select[Any], dialect: Dialect, columns: tuple[str, ...] = ()
+    statement: Insert | Update | Select[Any] | TextClause, dialect: Dialect, columns: tuple[str, ...] = ()
 ) -> tuple[str, tuple[str, ...]]:
     """SQL for the driver, and the order of its parameters: empty if the driver takes parameters by name."""
-    result = statement.compile(dialect=dialect, column_keys=list(columns) or None)
+    keys: dict[str, Any] = {"column_keys": list(columns)} if columns else {}
+    result = statement.compile(dialect=dialect, **keys)
     return str(result), tuple(result.positiontup or ())
 
 

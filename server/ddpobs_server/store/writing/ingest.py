@@ -13,6 +13,7 @@ import enum
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -77,6 +78,11 @@ class Arrival:
         """Run, source and sequence number."""
         return self.batch.run, self.batch.source, self.batch.seq
 
+    @cached_property
+    def extents(self) -> sent_once.Extents:
+        """First and last of what is sent once."""
+        return sent_once.extents(self.batch)
+
 
 class Joined(NamedTuple):
     """Rows of several batches of an attempt; `batch` has for each row the index of its batch in `batches`."""
@@ -136,7 +142,7 @@ def _batch_row(arrival: Arrival) -> dict[str, Any]:
         "digest": arrival.digest,
         "received_ns": arrival.received_ns,
         "size_bytes": arrival.size_bytes,
-        **sent_once.extents(arrival.batch),
+        **arrival.extents,
     }
 
 
@@ -170,7 +176,9 @@ def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Seq
                 latest = attempt
         if latest != stored:
             connection.execute(update(schema.runs).where(schema.runs.c.run_id == run).values(attempt=latest))
-        if (problem := sent_once.problem(connection, run, [arrival.batch for arrival in batches])) is not None:
+        if (
+            problem := sent_once.problem(connection, run, [(arrival.batch, arrival.extents) for arrival in batches])
+        ) is not None:
             raise UnstorableBatchError(problem)
 
 

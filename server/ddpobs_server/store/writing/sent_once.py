@@ -13,18 +13,21 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from sqlalchemy import Connection, TextClause, select, text
+from sqlalchemy import Connection, Dialect, select, text
 
 from ddpobs import wire
 from ddpobs_server.store import schema
+from ddpobs_server.store.database.sql import compiled
 
 _KINDS = (("step", "steps"), ("collective", "peers"))
 """What is sent once: its name in the columns of `schema.batches`, and the field of a batch that has it."""
-_Sent = tuple[wire.Batch, dict[str, int | None]]
+Extents = dict[str, int | None]
+"""First and last number of each of `_KINDS`, by the name of the column."""
+_Sent = tuple[wire.Batch, Extents]
 """A batch with steps or collectives, and its extents."""
 
 
-def extents(batch: wire.Batch) -> dict[str, int | None]:
+def extents(batch: wire.Batch) -> Extents:
     """First and last step of a batch's steps and spans, and collective of its peers; None without any."""
     columns = [c.step for c in (batch.steps, batch.spans) if c is not None and len(c)]
     windows = batch.peers
@@ -36,16 +39,15 @@ def extents(batch: wire.Batch) -> dict[str, int | None]:
     }
 
 
-def problem(connection: Connection, run: str, batches: Sequence[wire.Batch]) -> str | None:
+def problem(connection: Connection, run: str, batches: Sequence[_Sent]) -> str | None:
     """What is wrong with the first batch of a run that sends anew what another batch or source sends; None without one.
 
     Args:
         connection: In a transaction that has inserted the batches, but not their sources, and locks the run's row.
         run: The run.
-        batches: New batches.
+        batches: New batches, with their extents.
     """
-    extended = [(batch, extents(batch)) for batch in batches]
-    sent = [(batch, extent) for batch, extent in extended if any(value is not None for value in extent.values())]
+    sent = [(batch, extent) for batch, extent in batches if any(value is not None for value in extent.values())]
     return _repeat(connection, run, sent) or _second_source(connection, run, sent)
 
 
@@ -56,8 +58,9 @@ def _repeat(connection: Connection, run: str, sent: Sequence[_Sent]) -> str | No
             continue
         values: dict[str, Any] = {"run": run}
         for index, (batch, _) in enumerate(own):
-            values |= {f"source_{index}": batch.source, f"seq_{index}": batch.seq}
-        for index, before, after in sorted(connection.execute(_neighbours(name, len(own)), values).all()):
+            values[f"source_{index}"], values[f"seq_{index}"] = batch.source, batch.seq
+        rows = _execute(connection, _neighbours(connection.dialect, name, len(own)), values)
+        for index, before, after in sorted(rows):
             first, last = own[index][1][f"first_{name}"], own[index][1][f"last_{name}"]
             if (before is not None and before >= first) or (after is not None and after <= last):
                 bounds = [f"after {before}"] * (before is not None) + [f"before {after}"] * (after is not None)
@@ -69,15 +72,14 @@ def _repeat(connection: Connection, run: str, sent: Sequence[_Sent]) -> str | No
 
 
 def _second_source(connection: Connection, run: str, sent: Sequence[_Sent]) -> str | None:
-    c = schema.sources.c
     sources: dict[tuple[str, int], str] = {}
     for batch, _ in sent:
         if (other := sources.setdefault((batch.attempt, batch.rank), batch.source)) != batch.source:
             return _of_two(other, batch.source, batch.rank)
     for attempt in sorted({attempt for attempt, _ in sources}):
         ranks = [rank for own, rank in sources if own == attempt]
-        of_ranks = select(c.rank, c.source).where(c.run_id == run, c.attempt == attempt, c.rank.in_(ranks))
-        for rank, other in connection.execute(of_ranks).all():
+        values = {"run": run, "attempt": attempt} | {f"rank_{index}": rank for index, rank in enumerate(ranks)}
+        for rank, other in _execute(connection, _sources_of(connection.dialect, len(ranks)), values):
             own = sources[attempt, rank]
             if other != own and _has_sent(connection, run, other):
                 return _of_two(other, own, rank)
@@ -99,13 +101,27 @@ def _of_two(first: str, second: str, rank: int) -> str:
     )
 
 
+def _execute(connection: Connection, compiled_sql: tuple[str, tuple[str, ...]], values: dict[str, Any]) -> list[Any]:
+    sql, order = compiled_sql
+    return list(connection.exec_driver_sql(sql, tuple(values[name] for name in order) if order else values).all())
+
+
 @cache
-def _neighbours(name: str, count: int) -> TextClause:
-    """A query of the last number in the batch before, and of the first in the one after, for each of `count` batches.
+def _sources_of(dialect: Dialect, count: int) -> tuple[str, tuple[str, ...]]:
+    """SQL of the sources of `count` ranks of an attempt, and the order of its parameters."""
+    ranks = ", ".join(f":rank_{index}" for index in range(count))
+    query = f"SELECT rank, source FROM sources WHERE sources.run_id = :run AND attempt = :attempt AND rank IN ({ranks})"
+    return compiled(text(query), dialect)
+
+
+@cache
+def _neighbours(dialect: Dialect, name: str, count: int) -> tuple[str, tuple[str, ...]]:
+    """SQL of the last number in the batch before, and of the first in the one after, for each of `count` batches.
 
     Two seeks by primary key for each: batches without such data between two batches with some are rare.
     """
     same = f"FROM batches WHERE batches.run_id = :run AND source = :source_{{0}} AND last_{name} IS NOT NULL AND seq"
     before = f"SELECT last_{name} {same} < :seq_{{0}} ORDER BY seq DESC LIMIT 1"
     after = f"SELECT first_{name} {same} > :seq_{{0}} ORDER BY seq LIMIT 1"
-    return text(" UNION ALL ".join(f"SELECT {{0}}, ({before}), ({after})".format(index) for index in range(count)))
+    parts = (f"SELECT {{0}}, ({before}), ({after})".format(index) for index in range(count))
+    return compiled(text(" UNION ALL ".join(parts)), dialect)
