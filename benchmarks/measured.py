@@ -185,7 +185,6 @@ _PEAKS = {
     "/spans": "a page of spans",
     "/trace": "trace",
     "/ranks": "ranks",
-    "/metrics": "`/metrics`",
 }
 """The reads in the table of peaks, by the beginning of their path after the run."""
 

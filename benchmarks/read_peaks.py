@@ -49,7 +49,7 @@ _VARIANTS = (
 
 
 def requests(routes: list[str], shape: Shape, other: str) -> Iterator[str]:
-    """Yield the paths of all reads about a run, those of the whole collector last."""
+    """Yield the paths of all reads about a run, and of the list of runs."""
     run = f"/api/v1/runs/{shape.name}"
     plain = [route.removeprefix("/api/v1/runs/{run}") for route in routes]
     plain = [route for route in plain if "{" not in route and "/compare" not in route]
@@ -57,7 +57,6 @@ def requests(routes: list[str], shape: Shape, other: str) -> Iterator[str]:
     for path in (*plain, *figures, *_VARIANTS):
         yield run + path.format(middle=shape.steps // 2, other=other)
     yield "/api/v1/runs?limit=50"
-    yield "/metrics"
 
 
 def memory_mb(pid: int, field: str) -> float:
