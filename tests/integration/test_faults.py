@@ -160,7 +160,8 @@ def test_runs_can_be_deleted_on_a_disk_that_batches_filled(tmp_path: Path) -> No
         ) as collector,
     ):
         for seq in range(1000):
-            noisy = spans(seq, 2000, done_ns=spans(seq, 2000).done_ns + noise(seq))
+            sent = spans(2000 * seq, 2000)
+            noisy = spans(2000 * seq, 2000, done_ns=sent.done_ns + noise(seq))
             answer = put(collector.url, batch("ab"[seq % 2], seq=seq, spans=noisy))
             if answer.status_code != 201:
                 break
