@@ -30,7 +30,7 @@ HOSTILE, TEXT, WIDE = "hostile", "text", "wide"
 IDLE, HERE, ELSEWHERE = range(3)
 """Where the loads work: nowhere, at the collector under test, at the other one."""
 _PAUSE_S, _HELD_S = 0.5, 3.0
-_BOMB_BYTES = 400_000_000
+_BOMB_BYTES = 100_000_000
 _RANKS = 16_384
 _RETRY = (408, 429, 503, 507)
 NASTY = "\x1b[31m\r\n# HELP owned x\n\"'\\`<script>alert(1)</script>{{7*7}}%s\u202e\0'; DROP TABLE runs; --"
@@ -50,25 +50,27 @@ def fill_crowd(store: Store, runs: int) -> None:
             group = []
 
 
-def bombs(tenant: Tenant) -> dict[str, tuple[bytes, dict[str, str]]]:
-    """Bodies that a collector must refuse, with their headers, by name."""
+def bombs(good: wire.Batch) -> dict[str, tuple[bytes, dict[str, str]]]:
+    """Bodies that a collector must refuse, with their headers, by name; `good` is an acceptable batch without rows."""
     packed, plain = {"Content-Type": wire.MSGPACK, "Content-Encoding": "zstd"}, {"Content-Type": wire.MSGPACK}
-    zeros = zstandard.compress(bytes(_BOMB_BYTES), 19)
-    unsized = zstandard.ZstdCompressor(19, write_content_size=False).compress(bytes(_BOMB_BYTES))
-    good = msgspec.structs.replace(tenant.batch(0, 1), steps=None, spans=None, packed_spans=None)
+    zeros = zstandard.compress(bytes(_BOMB_BYTES))
+    unsized = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(_BOMB_BYTES))
     claimed = msgspec.msgpack.encode([2**32, {"step": ["<i8", 0, 0, 1, [zeros] * 8]}])
+    hidden = zstandard.compress(msgspec.msgpack.encode([3, {"step": ["<i8", 0, 0, 1, [bytes(_BOMB_BYTES)]]}]))
+    events = msgspec.msgpack.encode({"events": [{"kind": "a", "at_ns": 0}] * 400_000})
     bombed = msgspec.msgpack.encode([50_000_000, {name: ["<i8", 0, 0, 1, [zeros] * 8] for name in wire.Spans.names}])
 
     def with_spans(body: bytes) -> bytes:
         return msgspec.msgpack.encode(msgspec.msgpack.decode(wire.encode(good)) | {"packed_spans": body})
 
-    nested = zstandard.compress(zeros)
     return {
-        "a body of 400 MB": (zeros, packed),
+        "a body of 100 MB": (zeros, packed),
         "a body that hides its size": (unsized, packed),
-        "a bomb in a frame": (nested, packed),
+        "a bomb in a frame": (zstandard.compress(zeros), packed),
+        "400,000 events": (zstandard.compress(events), packed),
         "spans that claim four billion rows": (with_spans(claimed), plain),
-        "spans of 400 MB a column": (with_spans(bombed), plain),
+        "spans of 100 MB a column": (with_spans(bombed), plain),
+        "three spans whose frame hides 100 MB": (with_spans(hidden), plain),
         "an array of four billion": (b"\xdd\xff\xff\xff\xff", plain),
         "containers without an end": (zstandard.compress(b"\x91" * 15_000_000), packed),
         "JSON without an end": (b"[" * 1_000_000, {"Content-Type": wire.JSON}),
@@ -147,12 +149,13 @@ class Bombs(Load):
 
     def __init__(self, tenants: tuple[Tenant, Tenant], seed: int) -> None:
         super().__init__(tenants, seed)
-        self._bombs = list(bombs(self.tenant).items())
+        self._good = msgspec.structs.replace(self.tenant.batch(0, 1, "bombs"), steps=None, spans=None)
+        self._bombs = list(bombs(self._good).items())
 
     def work(self, client: httpx.Client, number: int) -> None:
         """Send the next bomb."""
         name, (body, headers) = self._bombs[number % len(self._bombs)]
-        path = f"/api/v1/runs/bombs/sources/{'b' * 16}/batches/1"
+        path = f"/api/v1/runs/bombs/sources/{self._good.source}/batches/{self._good.seq}"
         answer = client.put(self.tenant.collector.url + path, content=body, headers=headers | self.tenant.headers)
         self.note(name, answer)
         if answer.is_success:
