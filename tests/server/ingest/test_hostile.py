@@ -55,7 +55,7 @@ def test_absurd_values_affect_only_their_own_run(shared: Collector, run: str, ca
 
 NASTY = (
     "\x1b[31m\r\nSet-Cookie: a=b\n# HELP owned x\nowned 1\n"
-    "\"'\\`<script>alert(1)</script>{{7*7}}%s\u202e'; DROP TABLE runs; --"
+    "\"'\\`<script>alert(1)</script>{{7*7}}%s\u202e'; DROP TABLE runs; --\0\x85\u2028\ufeff\uffff\\"
 )
 
 
