@@ -20,10 +20,13 @@ _R = TypeVar("_R", bound=msgspec.Struct | Columns)
 
 
 def encode(batch: Batch) -> bytes:
-    """Encode a batch as msgpack; the sender compresses it."""
+    """Encode a batch as msgpack; the sender compresses it. What UTF-8 cannot encode becomes a question mark."""
     if batch.spans is not None:
         batch = msgspec.structs.replace(batch, spans=None, packed_spans=pack_spans(batch.spans))
-    return _MSGPACK_ENCODER.encode(batch)
+    try:
+        return _MSGPACK_ENCODER.encode(batch)
+    except UnicodeEncodeError:  # Python keeps a file name's bytes that are not UTF-8 as lone surrogates.
+        return _MSGPACK_ENCODER.encode(_as_utf8(batch))
 
 
 def encode_json(batch: Batch) -> bytes:
@@ -79,6 +82,18 @@ def decode(body: bytes, content_type: str = MSGPACK, limit_bytes: int = packing.
         batch = msgspec.structs.replace(batch, spans=unpack_spans(batch.packed_spans, limit_bytes))
     check(batch)
     return batch
+
+
+def _as_utf8(value: Any) -> Any:
+    """A copy of a record whose texts UTF-8 can encode."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, msgspec.Struct):
+        fields = {name: _as_utf8(getattr(value, name)) for name in value.__struct_fields__}
+        return msgspec.structs.replace(value, **fields)
+    if isinstance(value, dict):
+        return {_as_utf8(key): _as_utf8(item) for key, item in value.items()}
+    return [_as_utf8(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _field_error(error: msgspec.ValidationError) -> WireError:

@@ -29,6 +29,20 @@ def test_a_batch_survives_both_encodings(encode: Any, content_type: str) -> None
     assert (decoded.run, decoded.seq, decoded.anchor.wall_ns) == ("run-1", 0, 10**18)
 
 
+def test_a_text_that_utf_8_cannot_encode_loses_no_batch() -> None:
+    text = "caf\udce9.py"  # As Python reads a file name in Latin-1.
+    hello = wire.Hello(host=text, pid=1, device="cpu", backend="gloo", versions={text: text}, settings={})
+    pulse = wire.Pulse(at_ns=1, phase="data", step=2, place=text, stack=[text])
+    sent = msgspec.structs.replace(batch(), hello=hello, pulse=pulse)
+    decoded = wire.decode(wire.encode(sent))
+    assert decoded.hello is not None
+    assert decoded.pulse is not None
+    assert decoded.spans is not None
+    assert (decoded.hello.host, decoded.hello.versions) == ("caf?.py", {"caf?.py": "caf?.py"})
+    assert (decoded.pulse.place, list(decoded.pulse.stack)) == ("caf?.py", ["caf?.py"])
+    np.testing.assert_array_equal(decoded.spans.table, spans().table)
+
+
 def _column(rows: int) -> st.SearchStrategy[list[int]]:
     """A column with any values, or with a few multiples of a thousand, like times of short steps."""
     few = st.sampled_from([-2000, -1000, 0, 1000])
