@@ -305,7 +305,7 @@ def run(folder: Path, url: str, server: Any, seconds: float, *, runs: int, seed:
     ]
     try:
         with ExitStack() as stack:
-            place, strange = stack.enter_context(soak_load.running(makers))
+            place, answers, strange = stack.enter_context(soak_load.running(makers))
             for work in (clients.send, clients.watch):
                 client = stack.enter_context(httpx.Client(timeout=40))
                 stack.enter_context(Background(lambda number, work=work, client=client: work(client, number)))  # type: ignore[misc]
@@ -315,7 +315,7 @@ def run(folder: Path, url: str, server: Any, seconds: float, *, runs: int, seed:
     finally:
         collector.end()
         other.end()
-    return figures(clients.record, faults.outcome, url, strange)
+    return figures(clients.record, faults.outcome, url, strange) | {"answers": dict(sorted(answers.items()))}
 
 
 def _other(folder: Path, server: Any, fill: Callable[[str], None]) -> Collector:

@@ -78,7 +78,11 @@ def bombs(good: wire.Batch) -> dict[str, tuple[bytes, dict[str, str]]]:
 
 
 class Load:
-    """One process's work. `strange` counts responses that no client should get.
+    """One process's work.
+
+    Attributes:
+        answers: Number of responses by kind of request and status.
+        strange: Number of responses that no client should get.
 
     Args:
         tenants: The workspace that it uses, at the collector under test and at the other one.
@@ -87,7 +91,7 @@ class Load:
 
     def __init__(self, tenants: tuple[Tenant, Tenant], seed: int) -> None:
         self.tenants, self.tenant = tenants, tenants[0]
-        self.random, self.strange = random.Random(seed), Counter[str]()
+        self.random, self.answers, self.strange = random.Random(seed), Counter[str](), Counter[str]()
         self._seq = 0
 
     def work(self, client: httpx.Client, number: int) -> None:
@@ -96,21 +100,23 @@ class Load:
 
     def put(self, client: httpx.Client, payload: wire.Batch) -> None:
         """Send a batch once."""
-        self.note(f"batch of {payload.run}", self.tenant.put(client, payload))
+        kind = payload.run.partition("-")[0]
+        self.note(f"batch of {kind}", self.tenant.put(client, payload))
 
     def get(self, client: httpx.Client, path: str) -> None:
         """Read a path once."""
         url = self.tenant.collector.url + path
-        self.note(path.partition("?")[0], client.get(url, headers=self.tenant.headers))
+        self.note(path.partition("?")[0].removeprefix("/api/v1/"), client.get(url, headers=self.tenant.headers))
 
     def note(self, what: str, answer: httpx.Response) -> None:
-        """Count an internal error."""
+        """Count a response."""
+        self.answers[f"{answer.status_code} {what}"] += 1
         if answer.status_code >= 500 and answer.status_code not in _RETRY:
             self.strange[f"{answer.status_code} on {what}"] += 1
 
     def next_seq(self) -> int:
-        """A number of a batch that was not used before, in any life of this process."""
-        self._seq = max(self._seq + 1, time.time_ns() // 10**6)
+        """The next number of a batch. A process sends its steps in order, and a batch's are those of its number."""
+        self._seq += 1
         return self._seq
 
 
@@ -217,25 +223,26 @@ def _process(make: Callable[[], Load], place: Any, ended: Any, results: Any) -> 
             with suppress(httpx.HTTPError, OSError, ValueError):
                 load.work(client, number)
             number += 1
-    results.put(dict(load.strange))
+    results.put((dict(load.answers), dict(load.strange)))
 
 
 @contextmanager
-def running(makers: list[Callable[[], Load]]) -> Iterator[tuple[Any, Counter[str]]]:
-    """Run loads in processes. Yields where they work, which the caller sets, and the strange responses at the end."""
+def running(makers: list[Callable[[], Load]]) -> Iterator[tuple[Any, Counter[str], Counter[str]]]:
+    """Run loads in processes. Yields where they work, which the caller sets, and the loads' sums, filled at the end."""
     context = multiprocessing.get_context("fork")
     place, ended, results = context.Value("i", IDLE), context.Event(), context.Queue()
     processes = [context.Process(target=_process, args=(make, place, ended, results)) for make in makers]
-    strange: Counter[str] = Counter()
+    answers, strange = Counter[str](), Counter[str]()
     for process in processes:
         process.start()
     try:
-        yield place, strange
+        yield place, answers, strange
     finally:
         ended.set()
         for _ in processes:
             with suppress(Exception):
-                strange.update(results.get(timeout=70))
+                for total, part in zip((answers, strange), results.get(timeout=70), strict=True):
+                    total.update(part)
         for process in processes:
             process.join(10)
             process.kill()

@@ -67,3 +67,17 @@ def test_a_short_soak_loses_no_acknowledged_span(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["acknowledged_spans"] > 0
     assert (results["lost_spans"], results["doubled_spans"], results["acknowledged_without_file"]) == (0, 0, 0)
+    assert not results["strange"]
+
+
+def test_many_runs_measures_list_scrapes_and_retention(tmp_path: Path) -> None:
+    run("many_runs", "--json", str(tmp_path / "results.json"))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["runs"] == 40
+    assert results["the whole list, ms"] > 0
+
+
+def test_extremes_measures_each_read_of_both_runs(tmp_path: Path) -> None:
+    run("extremes", "--json", str(tmp_path / "results.json"))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert {row["status"] for part in ("by_ranks", "by_buckets") for row in results[part].values()} == {200}
