@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import re
 import shutil
 import sys
@@ -67,7 +68,7 @@ NEIGHBOUR = 1.10
 ALONE, AGAIN, BESIDE, ELSEWHERE = "alone", "alone once more", "beside", "elsewhere"
 _TURNS = (ALONE, BESIDE, AGAIN, ELSEWHERE)
 _PLACES = {BESIDE: soak_load.HERE, ELSEWHERE: soak_load.ELSEWHERE}
-_PERIOD_S, _TURN_S, _SETTLE_S = 0.1, 8.0, 1.0
+_PERIOD_S, _TURN_S, _SETTLE_S = 0.1, 8.0, 2.0
 _SETTINGS = {"max_under_way_mb": UNDER_WAY_MB, "lost_after_s": 5, "keep_runs_days": 30, "keep_spans_days": 30}
 _LIMITS: dict[str, dict[str, float]] = {
     "loud": {"max_runs": MAX_RUNS, "batches_per_s": 10.0, "reads_per_s": 0.5},
@@ -331,8 +332,7 @@ def _other(folder: Path, server: Any, fill: Callable[[str], None]) -> Collector:
 def _round(clients: Clients, place: Any, turn_s: float) -> None:
     """A turn of each kind; the load works in those beside it, and goes on during the next fault."""
     turns = clients.record.turns
-    start = len(turns) // len(_TURNS) % len(_TURNS)
-    for kind in _TURNS[start:] + _TURNS[:start]:
+    for kind in random.Random(len(turns)).sample(_TURNS, len(_TURNS)):  # Each may follow the turn beside the load.
         clients.has_load = kind == BESIDE
         place.value = _PLACES.get(kind, soak_load.IDLE)
         began = time.monotonic()

@@ -6,6 +6,7 @@ collector under test, on another one, or not at all.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import random
 import time
@@ -112,7 +113,13 @@ class Load:
         """Count a response."""
         self.answers[f"{answer.status_code} {what}"] += 1
         if answer.status_code >= 500 and answer.status_code not in _RETRY:
-            self.strange[f"{answer.status_code} on {what}"] += 1
+            self.strange[f"{answer.status_code} on {what}: {self._last_error()}"] += 1
+
+    def _last_error(self) -> str:
+        """The last exception in the collector's log, in a line."""
+        log = (self.tenant.collector.folder / "collector.log").read_text(errors="replace")
+        line = next((line for line in reversed(log.splitlines()) if '"exception"' in line), "{}")
+        return str(json.loads(line).get("exception", "")).rpartition("\n")[2][:300]
 
     def next_seq(self) -> int:
         """The next number of a batch. A process sends its steps in order, and a batch's are those of its number."""
