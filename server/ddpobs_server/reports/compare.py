@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -194,11 +194,10 @@ def _bucket_times(store: Store, side: Side, read: _Read, names: Buckets) -> dict
     )
     rank, spans = rank[is_latest], spans.select(is_latest)
     compute = _since_previous(rank, spans)
-    steps = np.unique(spans.step)
+    steps, step_index = np.unique(spans.step, return_inverse=True)
     by_name: dict[str, tuple[Floats, Floats]] = {}
-    for (module, bucket), name in names.items():
-        rows_of = np.flatnonzero((spans.module == module) & (spans.bucket == bucket))
-        index = np.searchsorted(steps, spans.step[rows_of])
+    for name, rows_of in zip(names.values(), _rows_of(spans, list(names)), strict=True):
+        index = step_index[rows_of]
         counts = np.bincount(index, minlength=len(steps))
         if (counts == 0).any():  # Not in every step: it has no series.
             continue
@@ -206,6 +205,16 @@ def _bucket_times(store: Store, side: Side, read: _Read, names: Buckets) -> dict
         sums = (np.bincount(index, values, len(steps)) for values in (compute[rows_of], comm))
         by_name[name] = tuple(total / counts for total in sums)  # type: ignore[assignment]
     return {"bucket_step": steps, "buckets_ns": by_name}
+
+
+def _rows_of(spans: wire.Spans, buckets: list[tuple[int, int]]) -> Iterator[wire.Ints]:
+    """Yield the rows of each (module, bucket) in order; all rows are searched once, however many buckets there are."""
+    wanted = np.array(buckets, np.int64).reshape(-1, 2)
+    width = 1 + max(int(spans.bucket.max(initial=0)), int(wanted[:, 1].max(initial=0)))
+    key = spans.module * width + spans.bucket
+    order = np.argsort(key, kind="stable")
+    bounds = [np.searchsorted(key[order], wanted @ (width, 1), side) for side in ("left", "right")]
+    yield from (order[first:end] for first, end in zip(*bounds, strict=True))
 
 
 def _since_previous(rank: wire.Ints, spans: wire.Spans) -> wire.Ints:
