@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ddpobs import wire
 from ddpobs_server.analysis.communication.transfers import Transfers
 from ddpobs_server.analysis.steps.joined_steps import Floats
 
@@ -20,6 +21,8 @@ SMALL_BYTES = 65_536
 """Messages below it are a matter of latency: at 1 Gbit/s they move in half a millisecond."""
 _SEPARABLE = 2.0
 """Minimum ratio of the largest size to the smallest for which latency and bandwidth are separated."""
+_MAX_SIZES = 512
+"""Sizes of which all pairs are compared: evenly spaced among the distinct ones, which a client chooses."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,15 @@ def fit(sizes: Floats, times_ns: Floats) -> LinkModel:
         times_ns: Their times, same shape.
     """
     distinct, index, counts = np.unique(sizes, return_inverse=True, return_counts=True)
-    typical_ns = np.array([_midmean(times_ns[index == number]) for number in range(len(distinct))])
+    typical_ns = np.array([_midmean(times) for times in _grouped(times_ns, index, len(distinct))])
     mean_ns, mean_bytes = float(np.average(typical_ns, weights=counts)), float(np.average(distinct, weights=counts))
     if distinct[-1] < SMALL_BYTES:
         return LinkModel(mean_ns, 0.0, is_separated=False)
     if distinct[-1] < _SEPARABLE * distinct[0]:
         return LinkModel(0.0, mean_ns / mean_bytes, is_separated=False)
-    low, high = np.triu_indices(len(distinct), 1)
+    chosen = np.unique(np.linspace(0, len(distinct) - 1, _MAX_SIZES).round().astype(np.int64))
+    pairs = np.triu_indices(len(chosen), 1)
+    low, high = chosen[pairs[0]], chosen[pairs[1]]
     gaps = distinct[high] - distinct[low]
     slopes = (typical_ns[high] - typical_ns[low]) / gaps
     most = float(np.median(typical_ns / distinct))
@@ -108,9 +113,15 @@ def typical_step(transfers: Transfers) -> tuple[Floats, Floats]:
     """Return readiness and size of each bucket of a typical step, in launch order; medians over the steps."""
     keys = np.stack([transfers.module, transfers.bucket])
     buckets, first, index = np.unique(keys, axis=1, return_index=True, return_inverse=True)
-    ready = np.array([np.median(transfers.ready_ns[index.reshape(-1) == key]) for key in range(buckets.shape[1])])
+    ready = np.array(list(map(np.median, _grouped(transfers.ready_ns, index.reshape(-1), buckets.shape[1]))))
     order = np.lexsort((buckets[1], ready)) if len(np.unique(buckets[0])) > 1 else np.arange(len(ready))
     return ready[order], transfers.size_bytes[first][order].astype(np.float64)
+
+
+def _grouped(values: Floats, index: wire.Ints, count: int) -> list[Floats]:
+    """Return the values of each index from 0 to `count`, exclusive, in order."""
+    order = np.argsort(index, kind="stable")
+    return np.split(values[order], np.searchsorted(index[order], np.arange(1, count)))
 
 
 def _midmean(values: Floats) -> float:
