@@ -275,6 +275,36 @@ def _diagnosis(part: int) -> str:
     return diagnosis_table(results).split("\n\n")[part] + "\n"
 
 
+def _soak() -> str:
+    found = newest("soak")
+    rows = [
+        ["acknowledged spans", f"{found['acknowledged_spans']:,}"],
+        ["lost, stored twice", f"{found['lost_spans']}, {found['doubled_spans']}"],
+        ["faults", f"{sum(found['faults'].values())}"],
+        ["peak of the memory, MB", f"{found['peak_mb']:.0f}"],
+        ["most memory in each half, MB", f"{found['first_half_mb']:.0f}, {found['second_half_mb']:.0f}"],
+        ["internal errors", f"{sum(found['strange'].values())}"],
+    ]
+    rows += [[f"neighbour {kind}, %", change(Ratio(**value))] for kind, value in found["neighbour"].items()]
+    return rows_of(["", ""], rows)
+
+
+def _extremes() -> str:
+    found = newest("extremes")
+    rows = []
+    for title, by_ranks in found["by_ranks"].items():
+        cells = [
+            f"{part['processor_s']:.1f} s, {part['peak_mb']:.0f} MB" for part in (by_ranks, found["by_buckets"][title])
+        ]
+        rows.append([title, *cells])
+    return rows_of(["", f"{found['ranks']:,} ranks", f"{found['buckets']:,} buckets"], rows)
+
+
+def _many_runs() -> str:
+    found = newest("many-runs")
+    return rows_of(["", ""], [[title, f"{value:,.0f}" if value > 10 else f"{value:.2f}"] for title, value in found.items()])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "step": _steps,
     "unused": lambda: _rows(newest("overhead-unused")["settings"], (2,), "unused", _UNUSED),
@@ -290,6 +320,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "job": _figures("job", _JOB),
     "reads": _reads,
     "peaks": _peaks,
+    "soak": _soak,
+    "extremes": _extremes,
+    "many-runs": _many_runs,
     "strategies": _strategies,
     "diagnosis-cases": lambda: _diagnosis(0),
     "diagnosis-sums": lambda: _diagnosis(1),
