@@ -289,22 +289,6 @@ def _soak() -> str:
     return rows_of(["", ""], rows)
 
 
-def _extremes() -> str:
-    found = newest("extremes")
-    rows = []
-    for title, by_ranks in found["by_ranks"].items():
-        cells = [
-            f"{part['processor_s']:.1f} s, {part['peak_mb']:.0f} MB" for part in (by_ranks, found["by_buckets"][title])
-        ]
-        rows.append([title, *cells])
-    return rows_of(["", f"{found['ranks']:,} ranks", f"{found['buckets']:,} buckets"], rows)
-
-
-def _many_runs() -> str:
-    found = newest("many-runs")
-    return rows_of(["", ""], [[title, f"{value:,.0f}" if value > 10 else f"{value:.2f}"] for title, value in found.items()])
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "step": _steps,
     "unused": lambda: _rows(newest("overhead-unused")["settings"], (2,), "unused", _UNUSED),
@@ -321,8 +305,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "reads": _reads,
     "peaks": _peaks,
     "soak": _soak,
-    "extremes": _extremes,
-    "many-runs": _many_runs,
     "strategies": _strategies,
     "diagnosis-cases": lambda: _diagnosis(0),
     "diagnosis-sums": lambda: _diagnosis(1),

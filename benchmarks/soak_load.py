@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import msgspec
 import zstandard
+from ddpobs_server.figures.registry import NAMES
 from ddpobs_server.store import Store
 
 from benchmarks import reads
@@ -209,7 +210,7 @@ class Readers(Load):
         """Request each kind of heavy read of one run."""
         run = (HOSTILE, TEXT, WIDE)[number % 3]
         paths = [f"/report.html?rank={number % 2}", "/compare?with=" + TEXT, "/trace", "/spans", "/unused", "/account"]
-        paths += [f"/figures/{name}.html" for name in _FIGURES] + [f"/figures/{name}" for name in _FIGURES]
+        paths += [f"/figures/{name}{end}" for name in NAMES for end in ("", ".html")]
         path = self.random.choice(paths)
         if number % 8 == 0:
             with replace(self.tenant, run=run).slow_readers(4, path):
