@@ -209,7 +209,7 @@ class Readers(Load):
     def work(self, client: httpx.Client, number: int) -> None:
         """Request each kind of heavy read of one run."""
         run = (HOSTILE, TEXT, WIDE)[number % 3]
-        paths = [f"/report.html?rank={number % 2}", "/compare?with=" + TEXT, "/trace", "/spans", "/unused", "/account"]
+        paths = ["/report.html", "/compare?with=" + TEXT, "/trace", "/spans", "/unused", "/account"]
         paths += [f"/figures/{name}{end}" for name in NAMES for end in ("", ".html")]
         path = self.random.choice(paths)
         if number % 8 == 0:
