@@ -23,7 +23,7 @@ from ddpobs_server.store import Store
 from benchmarks.rig import patience
 from ddpobs import wire
 from tests.support.analysis.scenario import MS, Slow, columns, evidence_of, own_times, with_columns
-from tests.support.server.report_batches import ATTEMPT, RANKS, RUN, batch, fill, ingest, select, spans_of
+from tests.support.server.report_batches import ATTEMPT, HELLO, RANKS, RUN, batch, fill, ingest, select, spans_of
 
 
 @pytest.mark.parametrize("slow", [(), (Slow(1, "backward", 60),), (Slow(0, "data", 90, share=0.5),)])
@@ -33,7 +33,8 @@ def test_a_diagnosis_equals_the_findings_of_all_columns_together(store: Store, s
     hosts, emitted = dict.fromkeys(range(RANKS), "node"), dict.fromkeys(range(RANKS), 100)
     rows = rank == 0
     clock = StepClock(steps.step[rows], steps.start_ns[rows], steps.end_ns[rows])  # The anchor is at 0.
-    evidence = evidence_of(rank, steps, hosts=hosts, emitted=emitted, clock=clock)
+    hellos = dict.fromkeys(range(RANKS), HELLO)
+    evidence = evidence_of(rank, steps, hosts=hosts, hellos=hellos, emitted=emitted, clock=clock)
     results = [result for judge in FINDINGS for result in judge(evidence)]
     expected = by_severity([result for result in results if isinstance(result, Finding)])
     findings = Reports(store).diagnostics(RUN, ATTEMPT)["findings"]

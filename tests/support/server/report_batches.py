@@ -14,6 +14,7 @@ from tests.support.columns import make_spans
 
 RUN, ATTEMPT = "a-run", "0123456789abcdef"
 RANKS = 3
+HELLO = wire.Hello(host="node", pid=1, device="cpu", backend="gloo", versions={}, settings={})
 
 
 def batch(rank: int, seq: int, **records: Any) -> wire.Batch:
@@ -61,9 +62,8 @@ def spans_of(steps: wire.Steps) -> wire.Spans:
 def fill(store: Store, count: int, slow: tuple[Slow, ...] = ()) -> None:
     """Every rank sends its steps in two batches, the later ranks' first."""
     rank, steps = columns(own_times(count, RANKS, seed=1, slow=slow))
-    hello = wire.Hello(host="node", pid=1, device="cpu", backend="gloo", versions={}, settings={})
     for number in reversed(range(RANKS)):
         rows = np.flatnonzero(rank == number)
         first, second = (select(steps, part) for part in np.array_split(rows, 2))
-        ingest(store, batch(number, 0, hello=hello, steps=first, spans=spans_of(first)))
+        ingest(store, batch(number, 0, hello=HELLO, steps=first, spans=spans_of(first)))
         ingest(store, batch(number, 1, steps=second, spans=spans_of(second)))
