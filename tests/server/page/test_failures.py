@@ -80,6 +80,15 @@ def test_the_page_of_a_run_that_hangs_shows_place_and_stack(browser: Any, url: s
     assert visit.page.title() == "hung · ddpobs"
 
 
+def test_a_command_in_a_text_is_shown_as_code(browser: Any, url: str) -> None:
+    visit = Visit(browser, f"{url}/runs/hung")
+    script = """async () => {
+        const { factRows } = await import("/static/elements.js");
+        return factRows([["do", "Run `a <b>` or `c`; not `d"]])[1].innerHTML;
+    }"""
+    assert visit.page.evaluate(script) == "Run <code>a &lt;b&gt;</code> or <code>c</code>; not `d"
+
+
 def test_the_page_switches_between_attempts(browser: Any, url: str) -> None:
     visit = Visit(browser, f"{url}/runs/again")
     visit.page.locator("#facts").get_by_text("3 steps · attempt 2 of 2").wait_for()

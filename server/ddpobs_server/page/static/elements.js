@@ -12,7 +12,14 @@ export function svg(tag, attributes = {}, ...children) {
 
 // The rows of a list of facts; facts are pairs of a name and a text.
 export function factRows(facts) {
-  return facts.flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, text)]);
+  return facts.flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, ...withCode(text))]);
+}
+
+// The text with what stands between backticks as code.
+function withCode(text) {
+  return String(text)
+    .split(/`([^`]+)`/)
+    .map((part, index) => (index % 2 ? element("code", {}, part) : part));
 }
 
 // Replace the content of a node, unless it is the same: focus and text selection stay then.
