@@ -171,7 +171,7 @@ def measure(collector: Collector, crowd: Tenant, quiet: Tenant, runs: int, times
         during("the first page of the list", lambda: timed(lambda: many.get("/api/v1/runs?limit=50"), times))
         during("the whole list, first", lambda: timed(many.pages, 1))
         during("the whole list", lambda: timed(many.pages, times))
-        if (listed := many.pages()) != runs:
+        if (listed := many.pages()) < runs - runs // 2:  # Retention may have begun.
             raise RuntimeError(f"the list has {listed} of {runs} runs")
         began = time.perf_counter()
         removed = lambda: many.metric("ddpobs_server_removed_total", what="runs") >= runs // 2  # noqa: E731
