@@ -163,24 +163,23 @@ def _judge(group: tuple[str, str], by_rank: dict[int, RankDump]) -> Verdict | No
     if not waits:
         return None
     members = {rank for dump in by_rank.values() for rank in dump.members.get(group[0], dump.members.get("", []))}
-    unknown = sorted(members - set(by_rank))
+    unknown = sorted(members - set(last))
     number = min(entry.collective_seq_id for entry in waits.values())
-    first = next(entry for entry in waits.values() if entry.collective_seq_id == number)
+    here = [entry for entry in waits.values() if entry.collective_seq_id == number]
     behind = [rank for rank, entry in last.items() if entry.collective_seq_id < number]
     name = group[1] or group[0]
-    where = f"{first.operation} {number} of group {name}"
-    told = [f"{format_ranks(ranks)} {_does(len(ranks), entry, number)}" for entry, ranks in _alike(waits)]
-    told += [f"there is no dump of {format_ranks(unknown)}"] if unknown else []
+    told = [f"{format_ranks([rank])} last called {_called(last[rank])}" for rank in behind[:_GROUPS]]
+    told += [f"{format_ranks(ranks)} {_does(len(ranks), entry, number)}" for entry, ranks in _alike(waits)]
+    told += [f"no dump has a call of {format_ranks(unknown)}"] if unknown else []
+    hang = f"The ranks hang in {here[0].operation} {number} of group {name}"
     if behind:
-        told = [f"{format_ranks([rank])} last called {_called(last[rank])}" for rank in behind[:_GROUPS]] + told
-        return Verdict(f"The ranks hang in {where}, waiting for {format_ranks(behind)}", "; ".join(told), behind)
-    if len({(entry.operation, str(entry.input_sizes)) for entry in waits.values()}) > 1:
-        return Verdict(
-            f"The ranks called different collectives as number {number} of group {name}", "; ".join(told), []
-        )
+        return Verdict(f"{hang}, waiting for {format_ranks(behind)}", "; ".join(told), behind)
+    if len({(entry.operation, str(entry.input_sizes)) for entry in here}) > 1:
+        different = f"The ranks called different collectives as number {number} of group {name}"
+        return Verdict(different, "; ".join(told), [])
     if not unknown:
-        told.insert(0, "every rank has entered it, and none has left it")
-    return Verdict(f"The ranks hang in {where}", "; ".join(told), [])
+        told.insert(0, "every rank has entered it")
+    return Verdict(hang, "; ".join(told), [])
 
 
 def _alike(waits: dict[int, Entry]) -> list[tuple[Entry, list[int]]]:

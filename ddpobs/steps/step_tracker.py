@@ -377,8 +377,7 @@ class StepTracker(Timeline):
     # ------------------------------------------------------------------ phases
 
     def _enter_optimizer(self, step: OpenStep) -> None:
-        # If the step was trained in closures, the next closure that trains belongs to the next step, which then begins
-        # with the call of its optimizer.
+        # After training in closures, the next closure that trains begins the next step, at its optimizer's call.
         if step.closure_ran and OPTIMIZER not in self.calls:
             step.closure_begins = len(step.raw.switches)
         step.optimizer_ran = True

@@ -45,13 +45,25 @@ def test_different_collectives_of_one_number_name_no_rank() -> None:
 def test_ranks_that_have_all_entered_blame_none() -> None:
     (verdict,) = verdicts([dump(0, 9), dump(1, 9)])
     assert verdict.verdict == "The ranks hang in all_reduce 9 of group default_pg"
-    assert verdict.cause.startswith("every rank has entered it, and none has left it")
+    assert verdict.cause == "every rank has entered it; ranks 0 and 1 wait in all_reduce 9"
 
 
 def test_a_rank_without_a_dump_is_told_and_not_judged() -> None:
     (verdict,) = verdicts([dump(0, 9, members=[0, 1, 2]), dump(1, 9)])
     assert verdict.ranks == []
-    assert verdict.cause == "ranks 0 and 1 wait in all_reduce 9; there is no dump of rank 2"
+    assert verdict.cause == "ranks 0 and 1 wait in all_reduce 9; no dump has a call of rank 2"
+
+
+def test_a_rank_that_waits_further_on_has_called_nothing_different() -> None:
+    (verdict,) = verdicts([dump(0, 9), dump(1, 10, profiling_name="nccl:broadcast")])
+    assert verdict.verdict == "The ranks hang in all_reduce 9 of group default_pg"
+    assert verdict.cause.endswith("rank 0 waits in all_reduce 9; rank 1 is in a later one, broadcast 10")
+
+
+def test_a_dump_without_a_call_of_the_group_leaves_its_rank_unknown() -> None:
+    empty = RankDump("rank_2", 2, [], {})
+    (verdict,) = verdicts([dump(0, 9, members=[0, 1, 2]), dump(1, 9), empty])
+    assert (verdict.ranks, verdict.cause) == ([], "ranks 0 and 1 wait in all_reduce 9; no dump has a call of rank 2")
 
 
 def test_a_run_that_went_on_has_no_verdict() -> None:
