@@ -73,8 +73,9 @@ def _latest(attempts: Sequence[AttemptSummary]) -> list[AttemptSummary]:
     return covered[::-1]
 
 
-def _launch_of(attempt: Attempt, sources: Sequence[Source], moving_ns: Mapping[int, float]) -> Launch:
+def _launch_of(attempt: Attempt, sources: Sequence[Source]) -> Launch:
     """Return an attempt as the account's input."""
+    moving_ns = {s.rank: s.moving_ns_a_step for s in sources if s.moving_ns_a_step is not None}
     ranks = {source.rank for source in sources if source.ended == "finished"}
     world_size = world_size_of(list(sources))
     is_completed = len(ranks) == world_size
@@ -87,10 +88,7 @@ def launches_of(
     """Return attempts of a run, oldest first; `sources` are those that were read already, by attempt."""
     unread = [attempt.attempt for attempt in attempts if attempt.attempt not in sources]
     by_attempt = {**sources, **(store.sources_of_attempts(run, unread) if unread else {})}
-    moving_ns = store.moving_ns_a_step(run, [attempt.attempt for attempt in attempts])
-    return [
-        _launch_of(attempt, by_attempt[attempt.attempt], moving_ns.get(attempt.attempt, {})) for attempt in attempts
-    ]
+    return [_launch_of(attempt, by_attempt[attempt.attempt]) for attempt in attempts]
 
 
 def account_json(store: Store, run: str, attempt: str, price: float | None) -> dict[str, Any]:

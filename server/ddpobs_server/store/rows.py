@@ -161,7 +161,8 @@ class Source:
 
     `ended` is an end of `ddpobs.wire.endings`, or empty while the process runs. `stuck_ns` is its time without
     progress at its latest pulse, 0 if that is no longer than its patience. `stuck_pulse` is its latest pulse with such
-    a time, which stays after the process went on or ended.
+    a time, which stays after the process went on or ended. `moving_ns_a_step` is its rank's mean exposed communication
+    without waiting, in ns of a compared step; None from clients that do not measure it.
     """
 
     source: str
@@ -182,6 +183,7 @@ class Source:
     first_seen_ns: int
     account: wire.Account | None = None
     stuck_pulse: wire.Pulse | None = None
+    moving_ns_a_step: float | None = None
 
 
 @dataclass(frozen=True)

@@ -280,7 +280,6 @@ class Store:
     end_events = _reads(attempt_queries.end_events)
     sources = _reads(attempt_queries.sources)
     sources_of_attempts = _reads(attempt_queries.sources_of_attempts)
-    moving_ns_a_step = _reads(attempt_queries.moving_ns_a_step)
     missing_batches = _reads(attempt_queries.missing_batches)
     has_gaps = _reads(attempt_queries.has_gaps)
     layouts = _reads(attempt_queries.layouts)

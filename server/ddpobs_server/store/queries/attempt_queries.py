@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, case, func, null, select
+from sqlalchemy import Connection, Row, Select, case, func, null, select
 
 from ddpobs import wire
 from ddpobs_server.store import endings, schema
@@ -74,17 +74,14 @@ def end_events(connection: Connection, run: str) -> list[tuple[str, int, wire.Ev
 
 def sources(connection: Connection, run: str, attempt: str) -> list[Source]:
     """The attempt's sources by rank. Only the first hello has its versions and settings."""
-    c = schema.sources.c
-    query = select(schema.sources).where(c.run_id == run, c.attempt == attempt).order_by(c.rank, c.first_seen_ns)
+    query = _sources([*schema.sources.c], run, [attempt])
     return list(map(_SourceReader().source, connection.execute(query.execution_options(yield_per=256))))
 
 
 def sources_of_attempts(connection: Connection, run: str, attempts: Sequence[str]) -> dict[str, list[Source]]:
     """The sources of several attempts by rank, without hello and pulses, which take most of a source's bytes."""
-    c = schema.sources.c
     columns = [column for column in schema.sources.c if column.name not in _LARGE]
-    query = select(*columns, *(null().label(name) for name in _LARGE))
-    query = query.where(c.run_id == run, c.attempt.in_(attempts)).order_by(c.rank, c.first_seen_ns)
+    query = _sources([*columns, *(null().label(name) for name in _LARGE)], run, attempts)
     by_attempt: dict[str, list[Source]] = {attempt: [] for attempt in attempts}
     reader = _SourceReader()
     rows: Iterable[Row[Any]] = connection.execute(query.execution_options(yield_per=256))
@@ -93,23 +90,29 @@ def sources_of_attempts(connection: Connection, run: str, attempts: Sequence[str
     return by_attempt
 
 
-def moving_ns_a_step(connection: Connection, run: str, attempts: Sequence[str]) -> dict[str, dict[int, float]]:
-    """Mean exposed communication without waiting, in ns of a compared step, by attempt and rank.
-
-    Attempts of clients that do not measure it are left out.
-    """
-    s, p = schema.sources.c, schema.peer_totals.c
-    query = (
-        select(s.attempt, p.rank, float_sum(p.moving_ns), float_sum(p.steps))
-        .join(schema.peer_totals, (p.run_id == s.run_id) & (p.source == s.source))
-        .where(s.run_id == run, s.attempt.in_(attempts))
-        .group_by(s.attempt, p.rank)
+def _sources(columns: Sequence[Any], run: str, attempts: Sequence[str]) -> Select[Any]:
+    """Sources by rank, each with what the ranks measured of its rank."""
+    c, p = schema.sources.c, schema.peer_totals.c
+    measured = (
+        select(
+            c.attempt,
+            p.rank,
+            float_sum(p.moving_ns).label("total_moving_ns"),
+            float_sum(p.steps).label("compared_steps"),
+        )
+        .select_from(schema.sources)
+        .join(schema.peer_totals, (p.run_id == c.run_id) & (p.source == c.source))
+        .where(c.run_id == run, c.attempt.in_(attempts))
+        .group_by(c.attempt, p.rank)
+        .subquery("measured")
     )
-    result: dict[str, dict[int, float]] = {}
-    for attempt, rank, moving_ns, steps in connection.execute(query):
-        if moving_ns > 0 and steps > 0:
-            result.setdefault(attempt, {})[rank] = moving_ns / steps
-    return result
+    m = measured.c
+    return (
+        select(*columns, m.total_moving_ns, m.compared_steps)
+        .select_from(schema.sources.outerjoin(measured, (m.attempt == c.attempt) & (m.rank == c.rank)))
+        .where(c.run_id == run, c.attempt.in_(attempts))
+        .order_by(c.rank, c.first_seen_ns)
+    )
 
 
 def missing_batches(connection: Connection, run: str, attempt: str) -> dict[str, tuple[int, int]]:
@@ -233,6 +236,7 @@ class _SourceReader:
             stuck_ns=row.stuck_ns,
             first_seen_ns=row.first_seen_ns,
             account=msgspec.json.decode(row.account, type=wire.Account) if row.account else None,
+            moving_ns_a_step=row.total_moving_ns / row.compared_steps if row.total_moving_ns else None,
         )
 
     def _hello(self, text: str) -> wire.Hello:
