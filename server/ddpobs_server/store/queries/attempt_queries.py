@@ -236,7 +236,7 @@ class _SourceReader:
             stuck_ns=row.stuck_ns,
             first_seen_ns=row.first_seen_ns,
             account=msgspec.json.decode(row.account, type=wire.Account) if row.account else None,
-            moving_ns_a_step=row.total_moving_ns / row.compared_steps if row.total_moving_ns else None,
+            moving_ns_a_step=row.total_moving_ns / row.compared_steps if row.compared_steps else None,
         )
 
     def _hello(self, text: str) -> wire.Hello:
