@@ -40,8 +40,8 @@ from ddpobs.export import backlog, batch_cutter, delivery, exporter, identity, s
 from ddpobs.export.batch_encoder import BatchEncoder
 from ddpobs.export.http_sender import Outcome, Sender
 from ddpobs.ranks import straggler_exchange
-from ddpobs.recording.module_recorder import BackwardRecord
 from ddpobs.steps.account import Account, StartUp
+from ddpobs.steps.backward_record import BackwardRecord
 from ddpobs.steps.raw_step import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, InputSize, RawStep, Segment
 from ddpobs.telemetry import step_flow
 from ddpobs.telemetry.step_flow import StepFlow

@@ -7,14 +7,14 @@ where nothing was computed beside it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ddpobs import wire
 from ddpobs.clocks import HostClock
 from ddpobs.imports.rank_trace import Call, Collective, RankTrace
+from ddpobs.steps.backward_record import BackwardRecord
 from ddpobs.steps.raw_step import NO_INPUT, RawStep
 from ddpobs.steps.step_columns import RawSteps
 from ddpobs.steps.step_tracker import StepTracker
@@ -32,20 +32,6 @@ class _Work(NamedTuple):
 
     def _get_duration(self) -> float:
         return self.took_ns / 1e6
-
-
-@dataclass
-class _Backward:
-    """Stamps of a backward's buckets, in the form of a live module's record (`recording.module_recorder`)."""
-
-    revision: int
-    module: int = 0
-    ready_ns: list[int] = field(default_factory=list)
-    launched_ns: list[int] = field(default_factory=list)
-    done_ns: list[int] = field(default_factory=list)
-    works: dict[int, Any] = field(default_factory=dict)
-    last_ready: int = 0
-    parameter_ready_ns: list[int] | None = None
 
 
 class Replayed(NamedTuple):
@@ -136,8 +122,8 @@ def _told(
     return [(call.began_ns, tracker.backward_began), (call.ended_ns, end)]
 
 
-def _record(trace: RankTrace, reduced: list[Collective], revision: int) -> _Backward:
-    record = _Backward(revision)
+def _record(trace: RankTrace, reduced: list[Collective], revision: int) -> BackwardRecord:
+    record = BackwardRecord(0, revision)
     for index, one in enumerate(reduced):
         launched_ns = trace.stamp(one.launched_ns)
         record.ready_ns.append(launched_ns)

@@ -14,48 +14,15 @@ from ddpobs.never_raises import never_raises
 from ddpobs.observers import GradientSource
 from ddpobs.recording.input_size import input_size
 from ddpobs.recording.journal import Journal
-from ddpobs.recording.place.last_place import Slots, memory_slots
 from ddpobs.recording.place.place_file import Slot
 from ddpobs.recording.replicas.fingerprints import Fingerprints
 from ddpobs.recording.replicas.unreduced import UnreducedGradients
 from ddpobs.recording.unused_names import UnusedNames
+from ddpobs.steps.backward_record import BackwardRecord
 from ddpobs.torch_seam.modes import unseen
 
 _LOCAL_STRATEGIES = ("post_localSGD_hook",)
 """Communication hooks that let the replicas part on purpose."""
-_NO_PLACE = memory_slots()
-
-
-class BackwardRecord:
-    """Stamps of one synchronised backward of one module: a list per event, with one element per bucket.
-
-    `works` are collectives that report their time on the network; empty if the backend does not. `last_ready` is the
-    stamp of the last gradient, set if buckets are not visible. `last_bucket` has one element, the index of the bucket
-    launched last, in the process's place.
-    """
-
-    __slots__ = (
-        "done_ns",
-        "last_bucket",
-        "last_ready",
-        "launched_ns",
-        "module",
-        "parameter_ready_ns",
-        "ready_ns",
-        "revision",
-        "works",
-    )
-
-    def __init__(self, module: int, revision: int, buckets: int, parameters: int | None) -> None:
-        self.module = module
-        self.revision = revision
-        self.ready_ns: list[Stamp] = [0] * buckets
-        self.launched_ns: list[Stamp] = [0] * buckets
-        self.done_ns: list[Stamp] = [0] * buckets
-        self.works: dict[int, Any] = {}
-        self.last_ready: Stamp = 0
-        self.last_bucket: Slots = _NO_PLACE
-        self.parameter_ready_ns: list[Stamp] | None = None if parameters is None else [0] * parameters
 
 
 class ModuleRecorder:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpobs.clocks import Stamp
+from ddpobs.steps.backward_record import BackwardRecord
 from ddpobs.steps.counters import Reading
-from ddpobs.steps.raw_step import DATA, EVALUATION, OTHER, ExchangeRecord, Position, RawStep, Segment
+from ddpobs.steps.raw_step import DATA, EVALUATION, OTHER, Position, RawStep, Segment
 from ddpobs.wire import COMM_KINDS
 
 MAX_SWITCHES = 100_000
@@ -144,7 +145,8 @@ class OpenStep:
         waits = [comm for comm in self.raw.comms[self.comms_computed :] if comm[1] == _USER]
         if not waits:
             return False
-        record = ExchangeRecord(module, waits[0][2])
+        record = BackwardRecord(module)  # Of buckets that are not visible.
+        record.last_ready = waits[0][2]
         self.raw.segments.append(Segment(waits[-1][3], [record], clean, collective, waited=True, reading=self.reading))
         self.reading, self.next_begins = None, None
         self.modules_done.add(module)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ddpobs.clocks import Stamp
+from ddpobs.steps.backward_record import BackwardRecord
 from ddpobs.steps.counters import Reading
 from ddpobs.wire import COMM_KINDS, OUTSIDE_KINDS, PHASES
 
@@ -53,31 +54,12 @@ class Position(NamedTuple):
 
 
 @dataclass(slots=True)
-class ExchangeRecord:
-    """An exchange by the script's own collectives, as a backward whose buckets are not visible.
-
-    Attributes:
-        module: Index of the module.
-        last_ready: Stamp of the first of these collectives.
-    """
-
-    module: int
-    last_ready: Stamp
-    revision: int = 0
-    ready_ns: list[Stamp] = field(default_factory=list)
-    launched_ns: list[Stamp] = field(default_factory=list)
-    done_ns: list[Stamp] = field(default_factory=list)
-    works: dict[int, Any] = field(default_factory=dict)
-    parameter_ready_ns: None = None
-
-
-@dataclass(slots=True)
 class Segment:
     """One synchronisation of gradients: a call of backward, or a separate wait.
 
     Attributes:
         end: Stamp of the call's return.
-        records: Records of the DDP modules in it (`module_recorder.BackwardRecord`).
+        records: Records of the DDP modules in it (`backward_record.BackwardRecord`).
         clean: Whether own time may be measured from the previous synchronisation on.
         collective: Sequence number of the synchronised backward in this process.
         waited: Whether training waited in a separate call, which the phases show, instead of inside backward.
@@ -85,7 +67,7 @@ class Segment:
     """
 
     end: Stamp
-    records: list[Any]
+    records: list[BackwardRecord]
     clean: bool
     collective: int
     waited: bool = False

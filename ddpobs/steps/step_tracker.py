@@ -3,9 +3,8 @@
 The journal's replay (`recording/journal.py`) reports events and their stamps in order. The tracker only keeps
 *switches*: (phase, stamp) pairs. Durations come later (`summary.Summariser`).
 
-The tracker runs on the telemetry thread: on the training thread it cost, with a callback for the last bucket, 0.14 ms
-of a step of 8.4 ms. A DDP module's wait happens inside backward and is laid over it afterwards; an optimizer's wait
-(Horovod) is a call of its own, and a phase at once.
+The tracker runs on the telemetry thread: on training's thread it cost 0.14 ms of a step of 8.4 ms. A module's wait
+happens inside backward and is laid over it afterwards; an optimizer's wait (Horovod) is a call of its own, and a phase.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ddpobs.clocks import Stamp
+from ddpobs.steps.backward_record import BackwardRecord
 from ddpobs.steps.evaluation_guess import Fetch
 from ddpobs.steps.open_step import MAX_COMMS, OpenStep
 from ddpobs.steps.raw_step import (
@@ -252,12 +252,12 @@ class StepTracker(Timeline):
         if self.step is not None:
             self.close_segment(self.step, waited=True)
 
-    def gradients_reduced(self, module: int, record: Any, begins_training: bool) -> None:
+    def gradients_reduced(self, module: int, record: BackwardRecord, begins_training: bool) -> None:
         """The gradients of a DDP module were reduced in the backward under way.
 
         Args:
             module: Index of the module.
-            record: Its `module_recorder.BackwardRecord`.
+            record: Its stamps.
             begins_training: First reduction of a training in evaluation mode: no evaluation came before it.
         """
         if self.step is None:

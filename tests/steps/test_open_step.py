@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
+from ddpobs.steps.backward_record import BackwardRecord
 from ddpobs.steps.raw_step import WAITING, RawStep
 from ddpobs.steps.step_tracker import StepTracker
 
@@ -13,7 +13,7 @@ def train(tracker: StepTracker) -> None:
     events: tuple[Callable[[], None], ...] = (
         lambda: tracker.forward_began(0, True, 4, 8, 2),
         tracker.backward_began,
-        lambda: tracker.gradients_reduced(0, SimpleNamespace(), False),
+        lambda: tracker.gradients_reduced(0, BackwardRecord(0), False),
         tracker.backward_ended,
         tracker.optimizer_began,
         tracker.optimizer_ended,
