@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ddpobs.whatif.link import Link
 from ddpobs_server.analysis.communication import link_model
-from ddpobs_server.analysis.communication.link_model import LinkModel
 from ddpobs_server.analysis.communication.transfers import Transfers, read_transfers
 from ddpobs_server.analysis.evidence import MIN_STEPS, ColumnsTooLargeError, Evidence
 from ddpobs_server.analysis.finding import Gain
@@ -43,7 +43,7 @@ class Replay:
     """
 
     transfers: Transfers
-    model: LinkModel
+    model: Link
     ready_ns: Floats
     sizes: Floats
     now_ns: float

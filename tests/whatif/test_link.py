@@ -6,14 +6,15 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from ddpobs_server.analysis.communication.link_model import fit
+
+from ddpobs.whatif.link import fit_link
 
 
 def test_ten_thousand_sizes_are_fitted_in_little_memory() -> None:
     sizes = 1e5 * np.arange(1, 10_001)
     times_ns = 50_000 + 0.1 * sizes
     tracemalloc.start()
-    model = fit(np.repeat(sizes, 3), np.repeat(times_ns, 3))
+    model = fit_link(np.repeat(sizes, 3), np.repeat(times_ns, 3))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 50e6

@@ -1,0 +1,165 @@
+"""Fit the model to measured steps, and to all but one block of them in turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ddpobs.whatif.buckets import fill
+from ddpobs.whatif.link import Floats, Ints, Link, fit_link
+from ddpobs.whatif.model import Change, Fitted, Typical
+from ddpobs.whatif.replay import Replayed, replay, without_slowdown
+
+MIN_STEPS = 20
+"""Minimum number of steps that a model is fitted to."""
+_BLOCKS = 8
+"""Blocks of successive steps, each of which is left out once."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Measured steps with one layout of buckets, without the first ones.
+
+    Times of buckets begin at the step's first gradient on the same rank. A bucket is ready when it is ready on its
+    slowest rank. Its transfer moves bytes from then on, or from the end of the transfer before it.
+
+    Attributes:
+        step_ns: Time of each step, shape [steps].
+        ready_ns: Readiness of each bucket in launch order, shape [steps, buckets].
+        moving_ns: Time that its transfer takes without waiting, same shape.
+        bucket_bytes: Shape [buckets].
+        exposed_ns: Communication after the last gradient, without waiting, shape [steps].
+        world_size: Number of ranks.
+        arrival_ns: Typical arrival of each parameter's gradient on the slowest rank, in the order of the buckets, shape
+            [parameters]; None if it was not measured.
+        parameter_bytes: Same shape; None as well.
+        parameter_bucket: Index of each parameter's bucket, same shape; None as well.
+        run_delay_ns: Time of each step in which the training thread was ready to run and had no processor, shape
+            [steps]; None if it was not measured.
+        strategy: Name of the communication strategy.
+        batches: Batches whose gradients are added before they are reduced.
+        optimizer_ns: Time of the optimizer in a step.
+        find_unused_ns: Time of a step that `find_unused_parameters` takes; None if it is off or not known.
+        on_processor: Whether the gradients are on processors.
+        own_ns: Own time of each rank by phase, shape [steps, ranks, phases]; None if it is not known.
+        phases: Names of the phases.
+    """
+
+    step_ns: Floats
+    ready_ns: Floats
+    moving_ns: Floats
+    bucket_bytes: Floats
+    exposed_ns: Floats
+    world_size: int
+    arrival_ns: Floats | None = None
+    parameter_bytes: Floats | None = None
+    parameter_bucket: Ints | None = None
+    run_delay_ns: Floats | None = None
+    strategy: str = "all_reduce"
+    batches: int = 1
+    optimizer_ns: float = 0.0
+    find_unused_ns: float | None = None
+    on_processor: bool = True
+    own_ns: Floats | None = None
+    phases: tuple[str, ...] = ()
+
+
+def fit(observed: Observed) -> Fitted | str:
+    """Fit the model; returns why not if the steps do not suffice."""
+    steps = len(observed.step_ns)
+    if steps < MIN_STEPS:
+        return f"{steps} of the {MIN_STEPS} steps that a prediction needs"
+    if observed.world_size < 2:
+        return "one rank communicates with nobody"
+    rows = np.arange(steps)
+    typical = _typical(observed, rows)
+    blocks = np.array_split(rows, min(_BLOCKS, steps // 5))
+    without = tuple(_typical(observed, np.setdiff1d(rows, block)) for block in blocks)
+    left_out_ns = [float(np.median(observed.step_ns[block])) for block in blocks]
+    others_ns = [float(np.median(np.delete(observed.step_ns, block))) for block in blocks]
+    exposed_ns = float(np.median(observed.exposed_ns))
+    return Fitted(
+        typical=typical,
+        without=without,
+        step_ns=float(np.median(observed.step_ns)),
+        noise_ns=float(np.sqrt(np.mean(np.square(np.subtract(left_out_ns, others_ns))))),
+        replay_error_ns=abs(now(typical).exposed_ns - exposed_ns),
+        exposed_ns=exposed_ns,
+        slowdown_is_known=observed.run_delay_ns is not None,
+        parameters_known=observed.arrival_ns is not None,
+        world_size=observed.world_size,
+        strategy=observed.strategy,
+        batches=observed.batches,
+        optimizer_ns=observed.optimizer_ns,
+        find_unused_ns=observed.find_unused_ns,
+        on_processor=observed.on_processor,
+        own_ns=observed.own_ns,
+        phases=observed.phases,
+    )
+
+
+def now(typical: Typical) -> Replayed:
+    """Replay the present buckets."""
+    return replay(*present_buckets(typical), typical.link, typical.slowdown)
+
+
+def present_buckets(typical: Typical) -> tuple[Floats, Floats]:
+    """Return the computation until each present bucket is full, and its bytes."""
+    first = np.flatnonzero(np.diff(typical.bucket, prepend=-1))
+    return np.maximum.reduceat(typical.arrival_ns, first), np.add.reduceat(typical.sizes, first)
+
+
+def buckets_of(typical: Typical, change: Change) -> tuple[Floats, Floats]:
+    """Return the computation until each bucket is full, and its bytes, with the caps of a change."""
+    if change.caps_mb is None:
+        return present_buckets(typical)
+    return fill(typical.arrival_ns, typical.sizes, change.caps_mb, change.first_cap_mb)
+
+
+def _typical(observed: Observed, rows: Ints) -> Typical:
+    ready_ns = np.median(observed.ready_ns[rows], axis=0)
+    link = _link(observed, rows)
+    arrival_ns, sizes, bucket = _parameters(observed, ready_ns)
+    measured = Typical(arrival_ns, sizes, bucket, link, 0.0, 0.0)
+    timeline = now(measured)
+    slowdown = _slowdown(observed, rows, timeline)
+    free = replace(measured, arrival_ns=without_slowdown(arrival_ns, timeline, slowdown), slowdown=slowdown)
+    return replace(free, base_ns=float(np.median(observed.step_ns[rows])) - now(free).end_ns)
+
+
+def _link(observed: Observed, rows: Ints) -> Link:
+    """Fit the link to the typical step's sum: transfers that overlap share their time in any proportion."""
+    moving_ns = observed.moving_ns[rows]
+    link = fit_link(np.tile(observed.bucket_bytes, len(rows)), moving_ns.reshape(-1))
+    fitted_ns = float(link.time_ns(observed.bucket_bytes).sum())
+    return link.scaled(float(np.median(moving_ns.sum(axis=1))) / max(1.0, fitted_ns))
+
+
+def _parameters(observed: Observed, ready_ns: Floats) -> tuple[Floats, Floats, Ints]:
+    """Return arrival, bytes and bucket of each parameter, or of whole buckets if the parameters are not known.
+
+    The parameters' arrival comes from few sampled steps. It is moved to the readiness of their bucket in all steps.
+    """
+    arrival_ns, sizes, bucket = observed.arrival_ns, observed.parameter_bytes, observed.parameter_bucket
+    if arrival_ns is None or sizes is None or bucket is None:
+        return ready_ns, observed.bucket_bytes, np.arange(len(ready_ns))
+    first = np.flatnonzero(np.diff(bucket, prepend=-1))
+    sampled_ns = np.maximum.reduceat(arrival_ns, first)
+    knots, targets = np.append(0.0, np.maximum.accumulate(sampled_ns)), np.append(0.0, np.maximum.accumulate(ready_ns))
+    return np.interp(arrival_ns, knots, targets), sizes, bucket
+
+
+def _slowdown(observed: Observed, rows: Ints, timeline: Replayed) -> float:
+    """Return the slowdown that explains the time without a processor by the communication beside computation.
+
+    At most half of the time beside communication can be such a delay: two threads share one processor.
+    """
+    if observed.run_delay_ns is None:
+        return 0.0
+    last_ns = float(timeline.ready_ns.max())
+    beside_ns = float(
+        np.maximum(0.0, np.minimum(timeline.done_ns, last_ns) - np.minimum(timeline.begun_ns, last_ns)).sum()
+    )
+    delay_ns = min(float(np.median(observed.run_delay_ns[rows])), beside_ns / 2)
+    return delay_ns / (beside_ns - delay_ns) if beside_ns > delay_ns else 0.0
