@@ -250,6 +250,16 @@ def test_with_a_keyboard_alone_the_figures_are_near_and_their_tools_have_names(b
     assert visit.page.get_by_role("toolbar", name="Tools of One step").count() == 1
 
 
+def test_the_focus_stays_among_the_tools_when_the_window_becomes_narrow(browser: Any, url: str) -> None:
+    visit = drawn(browser, f"{url}/runs/picture")
+    tools = visit.page.get_by_role("toolbar", name="Tools of One step").get_by_role("button")
+    tools.nth(0).focus()
+    visit.page.keyboard.press("ArrowRight")
+    assert visit.page.evaluate(_FOCUSED) == "Box Zoom steps or time"
+    visit.page.set_viewport_size({"width": 700, "height": 800})
+    visit.page.wait_for_function(f"({_FOCUSED})() === 'More tools'")
+
+
 def test_the_table_of_ranks_begins_with_the_finding_s_rank_and_then_the_slowest(browser: Any, url: str) -> None:
     for rank in range(3):
         put(url, msgspec.structs.replace(batch("rows", rank, slow=rank == 2, host="node"), world_size=3))

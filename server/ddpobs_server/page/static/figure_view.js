@@ -31,10 +31,10 @@ export class FigureView {
     return this.data?.shown ?? {};
   }
 
-  // Request and draw the figure. A refresh leaves a figure alone that the reader has zoomed or points at.
+  // Request and draw the figure. A refresh leaves a figure alone that the reader has zoomed, points at or has focused.
   async show(query, isRefresh = false) {
     const text = this.#text(query);
-    if (isRefresh && this.query === text && (this.zoomed() || this.plot.matches(":hover"))) return;
+    if (isRefresh && this.query === text && (this.zoomed() || this.plot.matches(":hover, :focus-within"))) return;
     this.query = text;
     const data = await this.#read(text);
     if (data === null || this.query !== text) return; // Another selection was made meanwhile.

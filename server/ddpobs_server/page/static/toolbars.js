@@ -11,10 +11,8 @@ export function nameTools(plot, title) {
 }
 
 function nameBar(bar, title) {
-  // Bokeh renders a bar anew when its width changes.
-  if (!bar.hasAttribute("role"))
-    new MutationObserver(() => nameBar(bar, title)).observe(bar.shadowRoot, { childList: true });
-  const buttons = [...inside(bar)].filter((node) => node.tabIndex >= 0);
+  if (!bar.hasAttribute("role")) followBar(bar, title);
+  const buttons = buttonsOf(bar);
   bar.setAttribute("role", "toolbar");
   bar.setAttribute("aria-label", `Tools of ${title}`);
   for (const [index, button] of buttons.entries()) {
@@ -29,6 +27,27 @@ function nameBar(bar, title) {
       next.focus();
     };
   }
+}
+
+// Bokeh renders a bar anew when its width changes; a narrow one has its tools behind "More tools". Names, and the focus
+// if it is there, go with the old buttons.
+function followBar(bar, title) {
+  let focused = -1;
+  bar.shadowRoot.addEventListener("focusin", (event) => {
+    focused = buttonsOf(bar).indexOf(event.composedPath()[0]);
+  });
+  bar.shadowRoot.addEventListener("focusout", ({ relatedTarget }) => {
+    if (relatedTarget) focused = -1;
+  });
+  new MutationObserver(() => {
+    nameBar(bar, title);
+    const buttons = buttonsOf(bar);
+    if (focused >= 0 && document.activeElement === document.body) (buttons[focused] ?? buttons.at(-1))?.focus();
+  }).observe(bar.shadowRoot, { childList: true });
+}
+
+function buttonsOf(bar) {
+  return [...inside(bar)].filter((node) => node.hasAttribute("tabindex"));
 }
 
 function toolName(button) {
