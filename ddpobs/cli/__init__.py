@@ -1,6 +1,6 @@
 """The `ddpobs` command: run a training with telemetry, send a spool, and read the collector's responses."""
 
-from ddpobs.cli import compare, export, horovodrun, import_traces, push, report, run, runs, stacks, trace, watch  # noqa: F401 - each adds its commands
+from ddpobs.cli import compare, export, horovodrun, import_traces, push, report, run, runs, stacks, trace, watch, whatif  # noqa: F401 - each adds its commands
 from ddpobs.cli.app import main
 
 __all__ = ["main"]

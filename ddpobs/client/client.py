@@ -207,6 +207,15 @@ class Run:
         document = read(self._config, path, query).document
         return Figure(document, lambda: read_file(self._config, f"{path}.html", query))
 
+    def whatif(self, **changes: object) -> dict[str, Any]:
+        """Return the predicted time of a step after a change, with an interval, as `/whatif` of the REST API does.
+
+        Args:
+            changes: Its query parameters: `bucket_cap_mb="1,5,best"`, `compression="fp16"`, `accumulate=4`, …
+        """
+        document: dict[str, Any] = self._read("/whatif", whatif_query(**changes)).document
+        return document
+
     def set_labels(self, tags: Sequence[str] | None = None, note: str | None = None) -> None:
         """Replace the run's tags, its note, or both; a token needs the scope ingest, too.
 
@@ -229,6 +238,12 @@ class Run:
 
     def _read(self, path: str, query: Mapping[str, str] | None = None) -> Any:
         return read(self._config, f"/runs/{self.name}{path}", query)
+
+
+def whatif_query(**changes: object) -> dict[str, str]:
+    """Return the query of `/whatif` for the given changes; None leaves a thing as it is."""
+    given = {name: value for name, value in changes.items() if value is not None}
+    return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in given.items()}
 
 
 def _finding_html(finding: Mapping[str, Any]) -> str:

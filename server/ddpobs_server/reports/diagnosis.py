@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.whatif.model import Fitted
 from ddpobs.wire.facts import SettingFacts, read_facts
 from ddpobs_server.analysis.account.run_account import RunAccount, account_of
+from ddpobs_server.analysis.communication.fitted_steps import fitted_steps
 from ddpobs_server.analysis.evidence import ColumnsTooLargeError, Evidence
 from ddpobs_server.analysis.finding import Finding, Interval, NotJudged, by_severity
 from ddpobs_server.analysis.findings.registry import FINDINGS
@@ -59,11 +61,8 @@ class Diagnosis:
             last: Last step that is judged; None for the run's last.
         """
         sources = self._store.sources(run, attempt)
-        settings = next((source.hello.settings for source in sources if source.hello), {})
-        reason = _separate_groups_reason(sources, settings)
-        judged, missing = self._load_steps(run, attempt, sources, (first, last), keep_silent=bool(reason))
+        evidence, judged, missing = self._gather(run, attempt, sources, (first, last))
         steps = judged.steps
-        evidence = self._evidence(run, attempt, sources, judged, settings, separate_groups_reason=reason)
         if first is None and last is None:  # The account is of the whole run, and not of some steps.
             evidence = replace(evidence, account=self._account(run, attempt, sources))
         results = [result for judge in FINDINGS for result in judge(evidence)]
@@ -86,6 +85,21 @@ class Diagnosis:
             "goodput": evidence.account.goodput if evidence.account else None,
             "time_shares": evidence.account.group_shares() if evidence.account else {},
         }
+
+    def fitted(self, run: str, attempt: str) -> Fitted | str:
+        """Return the what-if model of the latest steps, or why there is none."""
+        evidence, _, missing = self._gather(run, attempt, self._store.sources(run, attempt), (None, None))
+        return missing[0].reason if missing else fitted_steps(evidence)
+
+    def _gather(
+        self, run: str, attempt: str, sources: list[Source], bounds: tuple[int | None, int | None]
+    ) -> tuple[Evidence, JudgedSteps, list[NotJudged]]:
+        """Return the evidence on the steps within bounds; none, and a `NotJudged`, if they have too many rows."""
+        settings = next((source.hello.settings for source in sources if source.hello), {})
+        reason = _separate_groups_reason(sources, settings)
+        judged, missing = self._load_steps(run, attempt, sources, bounds, keep_silent=bool(reason))
+        evidence = self._evidence(run, attempt, sources, judged, settings, separate_groups_reason=reason)
+        return evidence, judged, missing
 
     def _load_steps(
         self,
