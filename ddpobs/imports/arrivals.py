@@ -29,6 +29,10 @@ class Arrival(NamedTuple):
     delay_ns: int
     phase: str
 
+    def __str__(self) -> str:
+        late = f"{self.delay_ns / 1e6:.3g} ms after the others (median), most of it in {self.phase}"
+        return f"rank {self.rank} arrived last in {self.last} of {self.steps} steps: {late}"
+
 
 def arrivals(steps: Sequence[wire.Steps], ranks: Sequence[int]) -> list[Arrival]:
     """Return the ranks that arrived last in a step, the most frequent first; empty without two ranks or a common step.

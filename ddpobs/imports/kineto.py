@@ -163,7 +163,7 @@ def read(path: Path, advance: Callable[[int], object] = lambda _: None) -> RankT
 
     Args:
         path: File of `torch.profiler.profile.export_chrome_trace`, plain or gzip.
-        advance: Called with the number of bytes of the file read so far.
+        advance: Is called with the number of further bytes that were read.
 
     Raises:
         TraceFileError: The file is no such trace, is cut off, or has no step.

@@ -38,7 +38,7 @@ class TraceEvents(Generic[Event]):
     Args:
         path: The file, plain or gzip.
         kind: The fields of an event that are read.
-        read: Called with the number of bytes of the file read so far.
+        read: Is called with the number of further bytes of the file that were read.
 
     Attributes:
         header: The document's other fields by name, as JSON; complete once all events were read.
@@ -68,12 +68,14 @@ class TraceEvents(Generic[Event]):
             raise TraceFileError(self._path, "a file", error.strerror or str(error)) from None
 
     def _split(self, stream: BinaryIO, file: BinaryIO) -> Iterator[list[Event]]:
-        rest = self._begin(stream)
+        rest, at = self._begin(stream), 0
         while more := stream.read(_PIECE_BYTES):
-            self._read(file.tell())
+            self._read(file.tell() - at)
+            at = file.tell()
             rest += more
             events, rest = self._cut(rest)
             yield events
+        self._read(file.tell() - at)
         yield self._end(rest)
 
     def _begin(self, stream: BinaryIO) -> bytes:

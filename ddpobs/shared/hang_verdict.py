@@ -158,7 +158,7 @@ def _verdict(
         if threads := _other_threads(waiting):
             return "mismatch", _ranks(states), f"{cause}; {threads}", _THREADS_REMEDY
         shares_host = states[0].host and len({state.host for state in states}) == 1
-        return "link", _ranks(states), cause, _ONE_HOST_REMEDY if shares_host else _LINK_REMEDY
+        return "link", _ranks(states), cause, _ONE_HOST_REMEDY if shares_host else LINK_REMEDY
     return _mismatch(waiting, groups)
 
 
@@ -212,7 +212,7 @@ def _mismatch(waiting: Sequence[JudgedRank], groups: Counter[tuple[object, ...]]
     count = f"; {format_ranks(ranks)} ran {fewer} {passes} fewer than the others" if fewer else ""
     threads = _other_threads(waiting)
     cause = f"the ranks wait in different collectives: {places}{count}" + (f"; {threads}" if threads else "")
-    return "mismatch", ranks, cause, _THREADS_REMEDY if threads else _MISMATCH_REMEDY
+    return "mismatch", ranks, cause, _THREADS_REMEDY if threads else MISMATCH_REMEDY
 
 
 def _absence(states: Sequence[JudgedRank]) -> str:
@@ -355,7 +355,7 @@ _DEAD_REMEDY = (
 )
 _STOPPED_REMEDY = "Continue the process (kill -CONT), or find out whether a scheduler or a debugger stopped it."
 _SILENT_REMEDY = "Look at that rank's host: its process is dead or stopped, or the host is off or cut off."
-_LINK_REMEDY = (
+LINK_REMEDY = (
     "Look at the connections between the hosts: a cut link, a firewall, a dropped route. The ranks agree on the "
     "collective; tensors of different sizes in it are the other cause."
 )
@@ -367,7 +367,7 @@ _THREADS_REMEDY = (
     "Give each thread that calls collectives a process group of its own (dist.new_group), or call them on one thread: "
     "in one group their order must be the same on every rank."
 )
-_MISMATCH_REMEDY = (
+MISMATCH_REMEDY = (
     "Make every rank call the same collectives in the same order: the usual causes are a batch or a branch that one "
     "rank skips, fewer batches on one rank (use join), and a collective inside `if rank == 0`."
 )

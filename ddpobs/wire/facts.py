@@ -161,6 +161,24 @@ class ModuleFacts(Record, frozen=True, kw_only=True):
     reason: Name = ""
 
 
+class DumpFacts(Record, frozen=True, kw_only=True):
+    """What imported dumps of the collectives under way show of a hang: `collectives_dumped`.
+
+    Attributes:
+        kind: `absent`, `mismatch`, `entered` or `unknown`.
+        verdict: In which collective the ranks wait, and for whom.
+        cause: What each rank did last.
+        ranks: Ranks that the others wait for, separated by commas.
+        waiting: Ranks that wait, separated by commas.
+    """
+
+    kind: Name = ""
+    verdict: Name = ""
+    cause: Name = ""
+    ranks: Name = ""
+    waiting: Name = ""
+
+
 class SettingFacts(Record, frozen=True, kw_only=True):
     """Settings of a hello that the collector computes with.
 
@@ -181,11 +199,13 @@ class SettingFacts(Record, frozen=True, kw_only=True):
     note: str = ""
 
 
+DUMPED = "collectives_dumped"
 FORMS: dict[str, type[Record]] = {
     **dict.fromkeys(("failed", "terminated", "interrupted", "died", "resumed"), EndFacts),
     "stuck": StuckFacts,
     **dict.fromkeys(("not_reduced", "never_synchronised", "exchanged"), NotReducedFacts),
     "pipeline": PipelineFacts,
+    DUMPED: DumpFacts,
     "sampler_without_set_epoch": SamplerFacts,
     **dict.fromkeys(("buckets_rebuilt", "comm_hook_set", "comm_hook_unseen"), ModuleFacts),
 }

@@ -25,7 +25,7 @@ from ddpobs_server import api, metrics, page, signals
 from ddpobs_server.api import concurrency
 from ddpobs_server.api.openapi import describe
 from ddpobs_server.figures.pictures import Pictures
-from ddpobs_server.ingest import route, series_ledger, upload
+from ddpobs_server.ingest import file_import, route, series_ledger, upload
 from ddpobs_server.ingest.admission import Admission
 from ddpobs_server.ingest.memory_budget import IngestMemoryBudget
 from ddpobs_server.ingest.series_ledger import SeriesLedger
@@ -44,6 +44,7 @@ from ddpobs_server.store.database import database_lock
 from ddpobs_server.web import listening, problems, security_headers, serving
 from ddpobs_server.web.authenticator import Authenticator
 from ddpobs_server.web.bounded_protocol import BoundedHttpProtocol
+from ddpobs_server.web.fair_slots import FairSlots
 from ddpobs_server.web.query_parameters import refuse_unknown
 from ddpobs_server.web.root_path import RootPath
 from ddpobs_server.web.run_faults import RunFaults
@@ -154,6 +155,7 @@ async def _open(settings: Settings, registry: CollectorRegistry) -> Services:
         admission=Admission(settings, limits, store),
         memory_budget=memory_budget,
         large_batches=CapacityLimiter(1),
+        import_slots=FairSlots(file_import.IMPORTS, limits.share),
         health=health,
         retention=retention,
     )

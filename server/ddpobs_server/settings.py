@@ -47,6 +47,11 @@ class Settings(BaseSettings):
     max_batch_mb: float = Field(16, gt=0, description="Largest batch after decompression, in MB.")
     max_under_way_mb: float = Field(512, gt=0, le=10**9, description="Memory of batches from arrival to commit, in MB.")
     upload_timeout_s: float = Field(60, gt=0, description="Longest time for a body to arrive; a slower one gets 408.")
+    max_import_mb: float = Field(4096, gt=0, description="Largest size of the files of one import, in MB.")
+    import_memory_mb: int = Field(4096, ge=512, description="Memory of the process that reads an import, in MB.")
+    import_timeout_s: float = Field(
+        600, gt=0, description="Longest time for the files of an import to arrive, and then to be read."
+    )
     queue_batches: int = Field(1024, gt=0, description="Batches that may wait for the writer; further ones get 503.")
     max_records: int = Field(100_000, gt=0, description="Records of a batch: rows of columns and all other records.")
     max_names: int = Field(200_000, gt=0, description="Names in a batch, such as parameter names.")

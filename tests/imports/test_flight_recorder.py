@@ -11,8 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from ddpobs import wire
 from ddpobs.errors import TraceFileError
-from ddpobs.imports.flight_recorder import Entry, RankDump, is_dump, read, verdicts
+from ddpobs.imports.dump_verdicts import verdicts
+from ddpobs.imports.dumped_run import DumpedRun
+from ddpobs.imports.flight_recorder import Entry, RankDump, is_dump, read
 
 GROUP = ("0", "default_pg")
 
@@ -72,7 +75,38 @@ def test_a_run_that_went_on_has_no_verdict() -> None:
 
 def test_two_dumps_of_one_rank_are_refused() -> None:
     with pytest.raises(TraceFileError, match="one dump of each rank, got rank 0, as in rank_0"):
-        verdicts([dump(0, 9), dump(0, 9)])
+        DumpedRun([dump(0, 9), dump(0, 9)], "r")
+
+
+def test_dumps_without_a_rank_that_waits_make_no_run() -> None:
+    with pytest.raises(TraceFileError, match="no rank that waits in a collective"):
+        DumpedRun([dump(0, 9, retired=True)], "r")
+
+
+def test_a_group_with_an_absent_rank_comes_before_one_that_all_have_entered() -> None:
+    later = {"process_group": ("1", "second")}
+    dumps = [
+        RankDump(f"rank_{rank}", rank, [*dump(rank, 3).entries, *msgspec.convert(others, list[Entry])], {})
+        for rank, others in enumerate(([entry(5, **later, retired=False)], [entry(4, **later)]))
+    ]
+    assert [(verdict.kind, verdict.ranks) for verdict in verdicts(dumps)] == [("absent", [1]), ("entered", [])]
+
+
+def test_the_run_of_dumps_has_what_each_rank_waits_in() -> None:
+    frames = [{"name": "step", "filename": "/home/train.py", "line": 14}, {"name": "<module>", "filename": "main.py"}]
+    run = DumpedRun([dump(0, 9, members=[0, 1, 2], frames=frames), dump(1, 8, retired=True)], "r")
+    waits, absent = run.batches()
+    assert (waits.world_size, waits.rank, absent.rank, absent.events) == (3, 0, 1, [])
+    assert waits.pulse is not None
+    assert (waits.pulse.waits_in, waits.pulse.collectives) == ("all_reduce", 9)
+    assert waits.pulse.stack == ["main.py:0 <module>", "train.py:14 step"]
+    assert absent.pulse is not None
+    assert absent.pulse.activity == ""  # A dump does not tell what a rank does outside of a collective.
+    (event,) = waits.events
+    assert (event.detail["kind"], event.detail["ranks"], event.detail["waiting"]) == ("absent", "1", "0")
+    assert run.lines == [event.detail["verdict"], f"cause: {event.detail['cause']}"]
+    for batch in (waits, absent):
+        wire.decode(wire.encode(batch))
 
 
 class Attack:

@@ -15,9 +15,9 @@ import pytest
 from ddpobs import wire
 from ddpobs.errors import TraceFileError
 from ddpobs.imports import kineto
-from ddpobs.imports.imported_run import ImportedRun, numbered
 from ddpobs.imports.rank_trace import RankTrace, exposed_ns
 from ddpobs.imports.replay import replay
+from ddpobs.imports.traced_run import TracedRun, numbered
 from tests.support.profiler_traces import trace
 from tests.support.smoke import run
 
@@ -112,7 +112,7 @@ def test_a_header_of_another_form_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_late_rank_is_named_in_one_trace(tmp_path: Path) -> None:
-    assert ImportedRun(numbered([kineto.read(trace(tmp_path))]), "r", "torch.profiler").arrivals == []
+    assert TracedRun(numbered([kineto.read(trace(tmp_path))]), "r", "torch.profiler").arrivals == []
 
 
 @pytest.mark.wide

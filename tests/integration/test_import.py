@@ -46,7 +46,7 @@ def said(url: str, traces: list[Path]) -> str:
 
 def test_the_command_names_the_rank_that_arrived_last(said: str, url: str) -> None:
     lines = said.splitlines()
-    assert lines[0] == f"run {IMPORTED}: {STEPS} steps of ranks 0 and 1"
+    assert lines[0] == f"{STEPS} steps of ranks 0 and 1"
     assert lines[1].startswith("rank 1 arrived last in ")
     assert lines[1].endswith("most of it in other")
     assert lines[-1] == f"{url}/runs/{IMPORTED}"
@@ -94,14 +94,19 @@ def test_a_trace_that_is_cut_off_imports_nothing(url: str, traces: list[Path], t
 
 
 @pytest.mark.parametrize("ending", ["", ".json"])
-def test_dumps_of_a_hang_name_the_rank_that_did_not_come(hang_dumps: Path, ending: str) -> None:
-    done = ddpobs("import", *(str(hang_dumps / f"nccl_trace_rank_{rank}{ending}") for rank in range(2)))
+def test_dumps_of_a_hang_name_the_rank_that_did_not_come(url: str, hang_dumps: Path, ending: str) -> None:
+    run, files = f"hang{ending}", [str(hang_dumps / f"nccl_trace_rank_{rank}{ending}") for rank in range(2)]
+    done = ddpobs("import", *files, "--run", run, "--collector", url)
     assert done.returncode == 0, done.stderr
-    verdict, cause = done.stdout.splitlines()
+    verdict, cause, address = done.stdout.splitlines()
     assert verdict.startswith("The ranks hang in all_reduce ")
     assert verdict.endswith(" of group default_pg, waiting for rank 1")
     assert cause.startswith("cause: rank 1 last called all_reduce ")
     assert ("hang_dump.py:" in cause) == (ending == "")  # JSON has no frames.
+    assert address == f"{url}/runs/{run}"
+    (finding,) = get(url, run, "/diagnostics")["findings"]
+    assert (finding["code"], finding["ranks"], finding["evidence"]["kind"]) == ("hang", [1], "absent")
+    assert [finding["verdict"], f"cause: {finding['cause']}"] == [verdict, cause]
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,8 @@ async def read_body(request: Request, reservation: Reservation, settings: Settin
     limit = int(settings.max_body_mb * 1e6)
     try:
         async with asyncio.timeout(min(PACE_S, settings.upload_timeout_s)) as timer:
-            return await _read(request, reservation, limit, _Pace(timer, settings))
+            pace = Pace(timer, settings.upload_timeout_s, settings.min_pace_kb_s)
+            return await _read(request, reservation, limit, pace)
     except TimeoutError:
         raise Problem(
             408,
@@ -41,13 +42,19 @@ async def read_body(request: Request, reservation: Reservation, settings: Settin
         raise Problem(400, "Body cut short", "the connection was closed before the end of the body") from None
 
 
-class _Pace:
-    """Extends a body's time while it arrives at the least pace, up to the longest time for a whole body."""
+class Pace:
+    """Extends a body's time while it arrives at the least pace, up to the longest time for a whole body.
 
-    def __init__(self, timer: asyncio.Timeout, settings: Settings) -> None:
+    Args:
+        timer: Ends the body.
+        longest_s: Longest time for the whole body.
+        min_pace_kb_s: Least pace.
+    """
+
+    def __init__(self, timer: asyncio.Timeout, longest_s: float, min_pace_kb_s: float) -> None:
         self._timer, self._loop = timer, asyncio.get_running_loop()
-        self._last_s = self._loop.time() + settings.upload_timeout_s
-        self._least_bytes = self._missing_bytes = int(PACE_S * settings.min_pace_kb_s * 1e3)
+        self._last_s = self._loop.time() + longest_s
+        self._least_bytes = self._missing_bytes = int(PACE_S * min_pace_kb_s * 1e3)
 
     def count(self, size_bytes: int) -> None:
         """Count a part of the body."""
@@ -57,7 +64,7 @@ class _Pace:
             self._timer.reschedule(min(self._loop.time() + PACE_S, self._last_s))
 
 
-async def _read(request: Request, reservation: Reservation, limit: int, pace: _Pace) -> bytes:
+async def _read(request: Request, reservation: Reservation, limit: int, pace: Pace) -> bytes:
     announced = request.headers.get("Content-Length", "")
     chunks: list[bytes] = []
     size = int(announced) if announced.isdecimal() and len(announced) <= _MAX_DIGITS else 0

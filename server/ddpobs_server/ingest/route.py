@@ -13,7 +13,7 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ddpobs import wire
-from ddpobs_server.ingest import upload
+from ddpobs_server.ingest import file_import, upload
 from ddpobs_server.ingest.body import read_body
 from ddpobs_server.ingest.memory_budget import decoded_bytes
 from ddpobs_server.ingest.upload import Upload
@@ -141,6 +141,7 @@ class BatchFastPath:
 
 
 def install(app: FastAPI) -> None:
-    """Add the ingest route and its fast path."""
+    """Add the routes, and the fast path of batches."""
     app.include_router(router)
+    app.include_router(file_import.router)
     app.add_middleware(BatchFastPath)

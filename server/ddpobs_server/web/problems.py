@@ -34,7 +34,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 """Problem responses that every route may send, for the OpenAPI document."""
 _log = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_METHODS = frozenset({"GET", "PUT", "PATCH", "DELETE"})
+_METHODS = frozenset({"GET", "PUT", "POST", "PATCH", "DELETE"})
 _BATCH_PROBLEMS = (
     *((401, "Token needed"), (401, "Wrong token"), (403, "Not allowed"), (409, "Conflict"), (413, "Body too large")),
     *((422, "Malformed batch"), (429, "Too many wrong tokens"), (500, "Internal error"), (503, "Busy")),

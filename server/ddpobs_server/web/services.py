@@ -34,6 +34,7 @@ class Services:
         read_slots: Places of reads that are computed.
         response_slots: Places of large responses that are sent.
         large_batches: Lets one large batch at a time be decoded.
+        import_slots: Places of imports.
     """
 
     settings: Settings
@@ -51,6 +52,7 @@ class Services:
     admission: Admission
     memory_budget: IngestMemoryBudget
     large_batches: CapacityLimiter
+    import_slots: FairSlots
     health: HealthMonitor
     retention: RetentionJob
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 from ddpobs import wire
-from ddpobs.shared.hang_verdict import Hang, judge
+from ddpobs.shared.hang_verdict import LINK_REMEDY, MISMATCH_REMEDY, Hang, judge
 from ddpobs.shared.judged_rank import JudgedRank
 from ddpobs.shared.quantities import time_range
 from ddpobs.shared.words import format_ranks
-from ddpobs.wire.facts import StuckFacts, facts_of
+from ddpobs.wire.facts import DUMPED, DumpFacts, StuckFacts, facts_of
 from ddpobs_server.analysis.causes.rank_ends import End, ends_of, interrupt_of
 from ddpobs_server.analysis.causes.waited_for import bucket_parameters, hang_at, shown_ranks, spanned_ns
 from ddpobs_server.analysis.evidence import Evidence, Judgement
@@ -21,6 +21,13 @@ from ddpobs_server.analysis.findings.crash import hang_before
 CODES = ("hang",)
 _WAITS = {"bucket", "collective"}
 _Stuck = list[tuple[int, wire.Event]]
+_DUMP_REMEDIES = {
+    "absent": "Look at the line of that rank's last call, and at what it runs after it: another branch, fewer batches, "
+    "an error, a lock. The dump does not show where it is now.",
+    "mismatch": MISMATCH_REMEDY,
+    "link": LINK_REMEDY,
+    "unknown": "Import the dumps of all ranks together: a rank without one may be the rank that the others wait for.",
+}
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,8 @@ class HangFacts(Facts):
     """A hang; one that is over has its length alone.
 
     Attributes:
-        kind: As the table of `ddpobs.shared.hang_verdict`; `over` and `ended` are past.
+        kind: As the table of `ddpobs.shared.hang_verdict`; `over` and `ended` are past, and `unknown` are dumps of a
+            hang without that of some rank.
         since_ns: Time since the run's last progress; None if the hang is over.
         waiting: Ranks that wait in a collective.
         module: Module of the bucket in which they wait, `UNKNOWN` where it is no bucket; None if the hang is over.
@@ -61,6 +69,8 @@ FACTS = (HangFacts,)
 
 def hang(evidence: Evidence) -> Judgement:
     """Report the hang that the latest pulses show or the run's end ended, and hangs that are over."""
+    if dumped := [facts_of(event, DumpFacts) for _, event in evidence.events if event.kind == DUMPED]:
+        return [_dumped(evidence, dumped[0])]
     ends = ends_of(evidence.events)
     if not ends:
         return [*_present(evidence), *_past(evidence, None)]
@@ -133,6 +143,32 @@ def _finding(evidence: Evidence, verdict: Hang, facts: HangFacts) -> Finding:
         phase=verdict.phase,
         evidence=facts,
     )
+
+
+def _dumped(evidence: Evidence, facts: DumpFacts) -> Finding:
+    """The hang that imported dumps show, in the words of the import."""
+    kind = {"entered": "link"}.get(facts.kind, facts.kind)
+    ranks, waiting = _numbers(facts.ranks), _numbers(facts.waiting)
+    return Finding(
+        code="hang",
+        severity="critical",
+        verdict=facts.verdict,
+        cause=facts.cause,
+        remedy=_DUMP_REMEDIES.get(kind, _DUMP_REMEDIES["unknown"]),
+        steps=(0, 0),
+        ranks=ranks,
+        evidence=HangFacts(
+            kind=kind,
+            waiting=waiting,
+            activities={rank: evidence.pulses[rank].activity for rank in waiting if rank in evidence.pulses},
+            places={rank: evidence.pulses[rank].place for rank in waiting if rank in evidence.pulses},
+            stacks={rank: list(evidence.pulses[rank].stack) for rank in waiting if rank in evidence.pulses},
+        ),
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number.isdecimal()]
 
 
 def _facts(evidence: Evidence, verdict: Hang, pulses: Mapping[int, wire.Pulse]) -> HangFacts:

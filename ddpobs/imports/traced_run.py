@@ -1,7 +1,4 @@
-"""The batches of an imported run: what its ranks would have sent.
-
-Run, sources and batches have the names that their files give them, so an import that is repeated stores nothing twice.
-"""
+"""The batches of traces: what their ranks would have sent."""
 
 from __future__ import annotations
 
@@ -12,18 +9,17 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 
-import ddpobs
 from ddpobs import wire
 from ddpobs.errors import TraceFileError
+from ddpobs.imports import envelope
 from ddpobs.imports.arrivals import Arrival, arrivals, peers
 from ddpobs.imports.rank_trace import RankTrace
 from ddpobs.imports.replay import Replayed, replay
+from ddpobs.shared.words import format_ranks
 from ddpobs.steps.account import Account, StartUp, Tail
 
 _STEPS = 1_000
 """Steps of a batch."""
-IMPORTED = "imported"
-"""Setting that names the format of an imported trace."""
 
 
 def numbered(traces: Sequence[RankTrace]) -> list[RankTrace]:
@@ -45,7 +41,7 @@ def numbered(traces: Sequence[RankTrace]) -> list[RankTrace]:
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-class ImportedRun:
+class TracedRun:
     """The ranks' traces with their steps.
 
     Args:
@@ -76,27 +72,30 @@ class ImportedRun:
         """The ranks that arrived last."""
         return arrivals(self.steps, self.ranks)
 
+    @property
+    def lines(self) -> list[str]:
+        """The number of steps, and who arrived last."""
+        steps = f"{max(len(steps) for steps in self.steps)} steps of {format_ranks(self.ranks)}"
+        return [steps, *map(str, self.arrivals)]
+
     def batches(self) -> Iterator[wire.Batch]:
         """Yield the run's batches, rank by rank."""
-        attempt = _nonce(self._run, *(_identity(trace) for trace in self._traces))
+        attempt = envelope.nonce(self._run, *(_identity(trace) for trace in self._traces))
         compared = peers(self.steps, self.ranks)
         for trace, replayed in zip(self._traces, self._replayed, strict=True):
             rank = trace.rank or 0
-            begun = wire.Batch(
-                version=wire.VERSION,
+            begun = envelope.first_batch(
                 run=self._run,
                 attempt=attempt,
-                source=_nonce(attempt, str(rank)),
-                seq=0,
                 rank=rank,
                 world_size=self.world_size,
-                emitted=0,
-                dropped=0,
                 anchor=_anchor(trace, int(replayed.summary.steps.end_ns[-1])),
-                hello=_hello(trace, self._format),
-                layouts=replayed.layouts,
-                peers=[compared] if compared is not None and rank == self.ranks[0] else [],
+                hello=envelope.hello(
+                    self._format, trace.source, host=trace.host, device=trace.device, backend=trace.backend
+                ),
             )
+            is_first = compared is not None and rank == self.ranks[0]
+            begun = msgspec.structs.replace(begun, layouts=replayed.layouts, peers=[compared] if is_first else [])
             yield from _filled(begun, replayed)
 
 
@@ -136,21 +135,6 @@ def _anchor(trace: RankTrace, end_ns: int) -> wire.Anchor:
     return wire.Anchor(wall_ns=trace.wall_ns + end_ns, monotonic_ns=end_ns)
 
 
-def _hello(trace: RankTrace, file_format: str) -> wire.Hello:
-    return wire.Hello(
-        host=trace.host or "unknown",
-        pid=0,
-        device=trace.device,
-        backend=trace.backend,
-        versions={"ddpobs": ddpobs.__version__},
-        settings={IMPORTED: file_format, "file": trace.source},
-    )
-
-
 def _identity(trace: RankTrace) -> str:
     begins = np.array([call.began_ns for call in trace.calls], np.int64)
     return f"{trace.source} {trace.rank} {hashlib.sha256(begins.tobytes()).hexdigest()}"
-
-
-def _nonce(*parts: str) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -1,0 +1,51 @@
+"""The first batch of an imported rank.
+
+Run, attempt and sources have the names that their files give them, so an import that is repeated stores nothing twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import ddpobs
+from ddpobs import wire
+
+IMPORTED = "imported"
+"""Setting that names the format of an imported file."""
+_UNKNOWN = "unknown"
+
+
+def nonce(*parts: str) -> str:
+    """Return an id of 16 hexadecimal digits that these parts alone decide."""
+    return hashlib.sha256("\n".join(parts).encode(errors="replace")).hexdigest()[:16]
+
+
+def hello(file_format: str, file: str, *, host: str = "", device: str = "", backend: str = "") -> wire.Hello:
+    """Return the identity of an imported rank; what its file does not tell is empty."""
+    return wire.Hello(
+        host=host or _UNKNOWN,
+        pid=0,
+        device=device or _UNKNOWN,
+        backend=backend or _UNKNOWN,
+        versions={"ddpobs": ddpobs.__version__},
+        settings={IMPORTED: file_format, "file": file},
+    )
+
+
+def first_batch(
+    *, run: str, attempt: str, rank: int, world_size: int, anchor: wire.Anchor, hello: wire.Hello
+) -> wire.Batch:
+    """Return the first batch of a rank, without records."""
+    return wire.Batch(
+        version=wire.VERSION,
+        run=run,
+        attempt=attempt,
+        source=nonce(attempt, str(rank)),
+        seq=0,
+        rank=rank,
+        world_size=world_size,
+        emitted=0,
+        dropped=0,
+        anchor=anchor,
+        hello=hello,
+    )

@@ -1,0 +1,66 @@
+"""Files to import, each read by its own reader: the content decides which one, and not the name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from ddpobs import wire
+from ddpobs.errors import TraceFileError
+from ddpobs.imports import flight_recorder, kineto
+from ddpobs.imports.dumped_run import DumpedRun
+from ddpobs.imports.traced_run import TracedRun, numbered
+
+Advance = Callable[[int], object]
+"""Is called with the number of further bytes that were read."""
+
+
+class Imported(Protocol):
+    """A run made of files."""
+
+    @property
+    def lines(self) -> list[str]:
+        """What the files show, in words."""
+        ...
+
+    def batches(self) -> Iterator[wire.Batch]:
+        """Yield what the run's ranks would have sent."""
+        ...
+
+
+def read(files: Sequence[Path], run: str, advance: Advance = lambda _: None) -> Imported:
+    """Read files of one format.
+
+    Args:
+        files: The files, of the ranks of one run.
+        run: Name of the run.
+        advance: Is called as they are read.
+
+    Raises:
+        TraceFileError: A file is of no known format, of another one than the first, or is not whole.
+    """
+    for file in files:
+        if not file.is_file():
+            raise TraceFileError(file, "a file", "a folder" if file.is_dir() else "none")
+    readers = [next(reader for recognises, reader in _FORMATS if recognises(file)) for file in files]
+    for file, reader in zip(files, readers, strict=True):
+        if reader is not readers[0]:
+            raise TraceFileError(file, f"a file of the same format as {files[0].name}", "another format")
+    return readers[0](files, run, advance)
+
+
+def _dumps(files: Sequence[Path], run: str, advance: Advance) -> Imported:
+    return DumpedRun([flight_recorder.read(file) for file in files], run)
+
+
+def _traces(files: Sequence[Path], run: str, advance: Advance) -> Imported:
+    traces = [kineto.read(file, advance) for file in files]
+    return TracedRun(numbered(traces), run, "torch.profiler")
+
+
+_FORMATS: tuple[tuple[Callable[[Path], bool], Callable[[Sequence[Path], str, Advance], Imported]], ...] = (
+    (flight_recorder.is_dump, _dumps),
+    (lambda _: True, _traces),
+)
+"""What recognises a file, and what reads all; the last reader refuses files that none recognises."""
