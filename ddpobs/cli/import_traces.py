@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import zstandard
 
 from ddpobs import wire
 from ddpobs.cli.app import FAILED, SAVE, WRONG_USE, CollectorOption, checked, fail, main, settings
@@ -18,7 +17,7 @@ from ddpobs.cli.progress import progress
 from ddpobs.client.reader import page_address
 from ddpobs.errors import TraceFileError
 from ddpobs.export.http_sender import Outcome, Response, Sender, pause_s
-from ddpobs.imports.files import Imported, read
+from ddpobs.imports.files import encoded, read
 from ddpobs.wire import printable
 
 _TRIES = 3
@@ -40,13 +39,13 @@ def import_traces(
     Parquet of StragglerAnalysis and of `ddpobs export`. The lines about the ranks need no collector.
     """
     config = checked(settings(collector), run=run or _name(files[0]))
-    imported = _read(files, config.run or "")
-    for line in imported.lines:
+    lines, batches = _read(files, config.run or "")
+    for line in lines:
         typer.echo(printable(line))
     sender = Sender(config)
     try:
-        for batch in imported.batches():
-            response = _send(sender, batch)
+        for batch, body in batches:
+            response = _send(sender, batch, body)
             if response.outcome is Outcome.RETRY and collector is None and not os.environ.get("DDPOBS_TELEMETRY"):
                 typer.echo(
                     f"ddpobs: not stored: no collector at {config.collector}: ddpobs-server starts one", err=True
@@ -59,17 +58,18 @@ def import_traces(
     typer.echo(page_address(config.collector, config.run or ""))
 
 
-def _read(files: list[Path], run: str) -> Imported:
+def _read(files: list[Path], run: str) -> tuple[list[str], list[tuple[wire.Batch, bytes]]]:
+    """What the files show, and all batches: none is sent before each is known to be right."""
     total = sum(file.stat().st_size for file in files if file.exists())
     try:
         with progress("reading", total) as advance:
-            return read(files, run, advance)
+            imported = read(files, run, advance)
+            return imported.lines, list(encoded(imported))
     except TraceFileError as error:
         fail(printable(str(error)), WRONG_USE)
 
 
-def _send(sender: Sender, batch: wire.Batch) -> Response:
-    body = zstandard.compress(wire.encode(batch), 1)
+def _send(sender: Sender, batch: wire.Batch, body: bytes) -> Response:
     for tries in range(_TRIES):
         response = sender.send(batch.run, batch.source, batch.seq, body)
         if response.outcome is not Outcome.RETRY or tries + 1 == _TRIES:

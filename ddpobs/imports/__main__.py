@@ -13,11 +13,9 @@ import sys
 from pathlib import Path
 
 import msgspec
-import zstandard
 
-from ddpobs import wire
 from ddpobs.errors import TraceFileError
-from ddpobs.imports.files import read
+from ddpobs.imports.files import encoded, read
 
 _NICE = 10
 
@@ -34,8 +32,7 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_AS, (options.memory_mb * 10**6,) * 2)
     try:
         imported = read(options.files, options.run)
-        for batch in imported.batches():
-            body = zstandard.compress(wire.encode(batch), 1)
+        for batch, body in encoded(imported):
             (options.output / f"{batch.source}-{batch.seq}").write_bytes(body)
     except TraceFileError as error:
         return _report(error=f"{Path(str(error.path)).name}: expected {error.expected}, got {error.actual}")

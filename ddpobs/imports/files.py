@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import zstandard
+
 from ddpobs import wire
-from ddpobs.errors import TraceFileError
+from ddpobs.errors import TraceFileError, WireError
 from ddpobs.imports import flight_recorder, kineto
 from ddpobs.imports.dumped_run import DumpedRun
 from ddpobs.imports.traced_run import TracedRun, numbered
@@ -48,6 +50,22 @@ def read(files: Sequence[Path], run: str, advance: Advance = lambda _: None) -> 
         if reader is not readers[0]:
             raise TraceFileError(file, f"a file of the same format as {files[0].name}", "another format")
     return readers[0](files, run, advance)
+
+
+def encoded(imported: Imported) -> Iterator[tuple[wire.Batch, bytes]]:
+    """Yield each batch, checked, with the bytes in which it is sent.
+
+    Raises:
+        TraceFileError: The files' times or numbers contradict each other.
+    """
+    for batch in imported.batches():
+        body = wire.encode(batch)
+        try:
+            wire.decode(body)
+        except WireError as error:
+            file = batch.hello.settings["file"] if batch.hello else f"rank {batch.rank}"
+            raise TraceFileError(file, "times and numbers of a training", error) from None
+        yield batch, zstandard.compress(body, 1)
 
 
 def _dumps(files: Sequence[Path], run: str, advance: Advance) -> Imported:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -53,6 +53,8 @@ class _Args(msgspec.Struct, frozen=True, gc=False):
 
 
 _NONE = _Args()
+_Microseconds = Annotated[float, msgspec.Meta(ge=-4e15, le=4e15)]
+"""In nanoseconds, 64 bits hold it."""
 
 
 class _Event(msgspec.Struct, frozen=True, gc=False):
@@ -61,8 +63,8 @@ class _Event(msgspec.Struct, frozen=True, gc=False):
     name: str = ""
     ph: str = ""
     cat: str = ""
-    ts: float = 0.0
-    dur: float = 0.0
+    ts: _Microseconds = 0.0
+    dur: _Microseconds = 0.0
     args: _Args = _NONE
 
 

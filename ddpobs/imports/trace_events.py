@@ -109,6 +109,8 @@ class TraceEvents(Generic[Event]):
             if following[:1] == b"," and following[1:].lstrip()[:1] == b"{":
                 try:
                     events = self._decoder.decode(b"[" + text[: end + 1] + b"]")
+                except msgspec.ValidationError as error:
+                    raise self._wrong_event(error) from None
                 except (msgspec.DecodeError, RecursionError):
                     continue
                 self._count += len(events)
@@ -126,6 +128,8 @@ class TraceEvents(Generic[Event]):
                 break
             try:
                 events: list[Event] = self._decoder.decode(b"[" + text[: closing + 1])
+            except msgspec.ValidationError as error:
+                raise self._wrong_event(error) from None
             except (msgspec.DecodeError, RecursionError):
                 continue
             self._count += len(events)
@@ -133,7 +137,11 @@ class TraceEvents(Generic[Event]):
             if after not in (b"", b"}"):
                 self._keep_header(b"{" + after.removeprefix(b","))
             return events
-        raise TraceFileError(self._path, "a whole list of events", f"{self._where} an end or a wrong event")
+        raise TraceFileError(self._path, "a whole list of events", f"{self._where} none of its ends")
+
+    def _wrong_event(self, error: Exception) -> TraceFileError:
+        """A wrong value precedes every place at which the text may be cut, so it is none of the cut's making."""
+        return TraceFileError(self._path, "a list of trace events", f"{self._where}: {error}")
 
     @property
     def _where(self) -> str:

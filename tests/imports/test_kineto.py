@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 from ddpobs import wire
 from ddpobs.errors import TraceFileError
 from ddpobs.imports import kineto
+from ddpobs.imports.files import encoded, read
 from ddpobs.imports.rank_trace import RankTrace, exposed_ns
 from ddpobs.imports.replay import replay
 from ddpobs.imports.traced_run import TracedRun, numbered
@@ -119,3 +121,16 @@ def test_no_late_rank_is_named_in_one_trace(tmp_path: Path) -> None:
 def test_the_benchmark_counts_the_events_of_both_readers(tmp_path: Path) -> None:
     output = run("import_traces", str(trace(tmp_path)))
     assert re.search(r"\| t\.json \| 21 \| [\d,]+ \| [\d,]+ \| \d+\.\d \|", output)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_times_in_disorder_make_a_valid_run_or_an_error(tmp_path: Path, seed: int) -> None:
+    path, random = trace(tmp_path), np.random.default_rng(seed)
+    document = json.loads(path.read_text())
+    for event in document["traceEvents"]:
+        if random.random() < 0.3:
+            event["ts"] = int(random.choice([-event["ts"], 0, 3 * event["ts"], random.integers(0, 30_000), 2**51]))
+            event["dur"] = int(random.choice([-event["dur"], 0, 2**51]))
+    path.write_text(json.dumps(document))
+    with suppress(TraceFileError):
+        assert list(encoded(read([path], "r")))

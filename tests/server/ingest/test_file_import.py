@@ -20,7 +20,7 @@ DUMP = {"process_group": ["0", "default_pg"], "profiling_name": "nccl:all_reduce
 
 
 def upload(url: str, run: str, files: dict[str, bytes], **options: Any) -> httpx.Response:
-    sizes = [("file", f"{name}:{len(content)}") for name, content in files.items()]
+    sizes = {"file": [f"{name}:{len(content)}" for name, content in files.items()]}
     options = {"headers": BINARY, "content": b"".join(files.values())} | options
     return httpx.post(f"{url}/api/v1/runs/{run}/import", params=sizes, timeout=60, **options)
 
@@ -57,7 +57,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 NESTED = b'{"traceEvents": [' + b"[" * 2**22
-BACKWARDS = [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": -(10.0**30), "dur": -1}]
+ABSURD = [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": -(10.0**30), "dur": -1}]
 HOSTILE = {
     "not JSON": (b"no trace", "a list of events"),
     "empty": (b"", "an empty file"),
@@ -67,7 +67,7 @@ HOSTILE = {
     "bomb": (gzip.compress(b'{"traceEvents": [' + b"[" * 2**30, 1), "at most 16 MiB"),
     "one string": (gzip.compress(b'{"traceEvents": [{"name": "' + b"a" * 2**28, 1), "at most 16 MiB"),
     "header": (gzip.compress(b'{"x": "' + b"a" * 2**28, 1), "a list of events"),
-    "absurd times": (json.dumps({"traceEvents": BACKWARDS}).encode(), "times"),
+    "absurd times": (json.dumps({"traceEvents": ABSURD}).encode(), "after 0 events: Expected `float` >= "),
     "code": (b"\x80\x04cposix\nsystem\n.", "it holds posix.system"),
 }
 

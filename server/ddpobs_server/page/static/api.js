@@ -25,6 +25,29 @@ export async function change(method, path, body, scope) {
   return response.status === 204 ? null : response.json();
 }
 
+// Send bytes, with `progress(sent, total)` meanwhile, which `fetch` does not report.
+export async function upload(path, body, progress) {
+  const send = (address, { headers }) =>
+    new Promise((resolve, reject) => {
+      const sending = new XMLHttpRequest();
+      sending.open("POST", address);
+      const all = { ...headers, "Content-Type": "application/octet-stream" };
+      for (const [name, value] of Object.entries(all)) sending.setRequestHeader(name, value);
+      sending.upload.addEventListener("progress", ({ loaded, total }) => progress(loaded, total));
+      sending.addEventListener("load", () => resolve(responseOf(sending)));
+      sending.addEventListener("error", () => reject(new Unreachable("The collector does not respond")));
+      sending.send(body);
+    });
+  return (await request(`${root}/api/v1${path}`, {}, "ingest", send)).json();
+}
+
+function responseOf(sent) {
+  return new Response(sent.responseText, {
+    status: sent.status,
+    headers: { Date: sent.getResponseHeader("Date") ?? "" },
+  });
+}
+
 // A link cannot send the token: if there is one, fetch the link's target and save it as a file.
 export function saveWithToken(link, name) {
   link.addEventListener("click", async (event) => {
@@ -40,19 +63,21 @@ export function saveWithToken(link, name) {
   });
 }
 
-async function request(address, options = {}, scope = "read") {
+async function request(address, options = {}, scope = "read", sender = send) {
   const token = currentToken();
-  const response = await send(address, { ...options, headers: token ? { Authorization: `Bearer ${token}` } : {} });
+  const response = await sender(address, { ...options, headers: authorization(token) });
   setCollectorTime(response.headers.get("Date"));
   if (response.ok) return response;
   const problem = await response.json().catch(() => ({})); // A proxy's error page is not a problem document.
   const title = problem.title || `HTTP ${response.status}`;
   const reason = problem.detail || title;
   const needsToken = response.status === 401 || response.status === 403;
-  if (needsToken && (await replaceToken(token, reason, scope))) return request(address, options, scope);
+  if (needsToken && (await replaceToken(token, reason, scope))) return request(address, options, scope, sender);
   if (response.status >= 500 || response.status === 429) throw new Unreachable(title);
   throw new Error(needsToken && scope === "read" ? `${reason}. Reload the page to enter a token.` : reason);
 }
+
+const authorization = (token) => (token ? { Authorization: `Bearer ${token}` } : {});
 
 async function send(address, options) {
   try {

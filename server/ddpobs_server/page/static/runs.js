@@ -2,6 +2,7 @@
 
 import { change, root, saveWithToken } from "./api.js";
 import { byId } from "./elements.js";
+import { importFiles } from "./import.js";
 import { confirmDelete, editLabels } from "./labels.js";
 import { refresh } from "./refresh.js";
 import { RunRow } from "./run_row.js";
@@ -117,6 +118,7 @@ byId("command").textContent =
   `ddpobs run --collector ${location.origin}${root} -- torchrun --nproc-per-node 8 train.py`;
 followForm(render);
 byId("more").addEventListener("click", showMore);
+byId("import").addEventListener("click", importFiles);
 byId("compare").addEventListener("click", compare);
 byId("delete").addEventListener("click", remove);
 saveWithToken(byId("metrics"), "metrics.txt");
