@@ -35,7 +35,7 @@ def whatif(
         str | None,
         typer.Option(help="bucket_cap_mb, separated by commas; 1:5:25 is one list of caps. By default the best."),
     ] = None,
-    first_cap: Annotated[float | None, typer.Option(help="Limit of the first bucket, in MB.")] = None,
+    first_cap: Annotated[float | None, typer.Option(help="Limit of the first bucket in MB, before the caps.")] = None,
     strategy: Annotated[str | None, typer.Option(help="Strategies, separated by commas, such as fp16.")] = None,
     accumulate: Annotated[int | None, typer.Option(help="Batches a step; all but one under no_sync.")] = None,
     groups: Annotated[int | None, typer.Option(help="Process groups that take buckets in turn.")] = None,

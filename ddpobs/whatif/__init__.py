@@ -6,10 +6,10 @@
 
 The collector makes `Observed` from stored columns, a training from its own spans. It needs per step and bucket
 `ready_ns` (the latest over the ranks) and `moving_ns` (the least), per step `step_ns` and `exposed_ns`, and the bytes
-of each bucket; to split one also `arrival_ns`, `parameter_bytes` and `parameter_bucket`. All times are float64 in ns
-since a step's first gradient, on any rank's own clock. All sizes are bytes.
+of each bucket; to split one also `arrival_ns`, `parameter_bytes` and `parameter_bucket`. All times are float64 in ns,
+on each rank's own clock. All sizes are bytes.
 
-A `Change` names what differs: `caps_mb` and `first_cap_mb` (MB of 2**20 bytes, as in `bucket_cap_mb`), `strategy`,
+A `Change` names what differs: `caps_mb` (MB of 2**20 bytes; one cap, or a list from the first bucket on), `strategy`,
 `batches`, `groups`, `world_size`, `link_gbps` or `link_factor`, `repaired_rank`, `repaired_phase`, `find_unused`. A
 `Prediction` has `step_ns`, `low_ns`, `high_ns`, `now_ns`, `saved_ns`, `saved_ratio`, `error_ns`, and the times of the
 replayed buckets.

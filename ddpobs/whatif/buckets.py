@@ -10,26 +10,20 @@ from ddpobs.whatif.link import Floats, Link
 
 MB = 2**20
 """Bytes of the MB in `bucket_cap_mb`."""
-FIRST_CAP_MB = 1.0
-"""Torch's limit of the first bucket."""
 
 
-def fill(
-    arrival_ns: Floats, sizes: Floats, caps_mb: Sequence[float], first_cap_mb: float | None = None
-) -> tuple[Floats, Floats]:
+def fill(arrival_ns: Floats, sizes: Floats, caps_mb: Sequence[float]) -> tuple[Floats, Floats]:
     """Fill buckets with gradients in the given order; a bucket is closed once it has reached its limit.
 
     Args:
         arrival_ns: Arrival of each gradient, shape [parameters].
         sizes: Bytes, same shape.
-        caps_mb: Limit of the second bucket, the third, …; the last holds for all further buckets.
-        first_cap_mb: Limit of the first bucket; None for torch's 1 MB, or the second's if it is less.
+        caps_mb: Limit of the first bucket, the second, …; the last holds for all further buckets.
 
     Returns:
         Readiness and size of each bucket.
     """
-    first = min(FIRST_CAP_MB, caps_mb[0]) if first_cap_mb is None else first_cap_mb
-    limits = [cap * MB for cap in (first, *caps_mb)]
+    limits = [cap * MB for cap in caps_mb]
     ends: list[int] = []
     size = 0.0
     for index, each in enumerate(sizes.tolist()):

@@ -21,8 +21,9 @@ _BLOCKS = 8
 class Observed:
     """Measured steps with one layout of buckets, without the first ones.
 
-    Times of buckets begin at the step's first gradient on the same rank. A bucket is ready when it is ready on its
-    slowest rank. Its transfer moves bytes from then on, or from the end of the transfer before it.
+    Times of buckets begin at one event of the step on the same rank, as its first gradient or its first full bucket. A
+    bucket is ready when it is ready on its slowest rank. Its transfer moves bytes from then on, or from the end of the
+    transfer before it.
 
     Attributes:
         step_ns: Time of each step, shape [steps].
@@ -31,8 +32,8 @@ class Observed:
         bucket_bytes: Shape [buckets].
         exposed_ns: Communication after the last gradient, without waiting, shape [steps].
         world_size: Number of ranks.
-        arrival_ns: Typical arrival of each parameter's gradient on the slowest rank, in the order of the buckets, shape
-            [parameters]; None if it was not measured.
+        arrival_ns: Typical arrival of each parameter's gradient since the first, on the slowest rank; in the order of
+            the buckets, shape [parameters]; None if it was not measured.
         parameter_bytes: Same shape; None as well.
         parameter_bucket: Index of each parameter's bucket, same shape; None as well.
         run_delay_ns: Time of each step in which the training thread was ready to run and had no processor, shape
@@ -114,11 +115,12 @@ def buckets_of(typical: Typical, change: Change) -> tuple[Floats, Floats]:
     """Return the computation until each bucket is full, and its bytes, with the caps of a change."""
     if change.caps_mb is None:
         return present_buckets(typical)
-    return fill(typical.arrival_ns, typical.sizes, change.caps_mb, change.first_cap_mb)
+    return fill(typical.arrival_ns, typical.sizes, change.caps_mb)
 
 
 def _typical(observed: Observed, rows: Ints) -> Typical:
     ready_ns = np.median(observed.ready_ns[rows], axis=0)
+    ready_ns -= ready_ns.min()
     link = _link(observed, rows)
     arrival_ns, sizes, bucket = _parameters(observed, ready_ns)
     measured = Typical(arrival_ns, sizes, bucket, link, 0.0, 0.0)
@@ -146,8 +148,9 @@ def _parameters(observed: Observed, ready_ns: Floats) -> tuple[Floats, Floats, I
         return ready_ns, observed.bucket_bytes, np.arange(len(ready_ns))
     first = np.flatnonzero(np.diff(bucket, prepend=-1))
     sampled_ns = np.maximum.reduceat(arrival_ns, first)
-    knots, targets = np.append(0.0, np.maximum.accumulate(sampled_ns)), np.append(0.0, np.maximum.accumulate(ready_ns))
-    return np.interp(arrival_ns, knots, targets), sizes, bucket
+    since_first_ns = ready_ns + sampled_ns.min()
+    knots = np.append(0.0, np.maximum.accumulate(sampled_ns))
+    return np.interp(arrival_ns, knots, np.append(0.0, np.maximum.accumulate(since_first_ns))), sizes, bucket
 
 
 def _slowdown(observed: Observed, rows: Ints, timeline: Replayed) -> float:

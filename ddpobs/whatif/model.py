@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from ddpobs.whatif.link import Floats, Ints, Link
 
 
@@ -73,14 +75,20 @@ class Fitted:
     own_ns: Floats | None = None
     phases: tuple[str, ...] = ()
 
+    @property
+    def moving_ns(self) -> float:
+        """Time of all transfers of a typical step, one after the other."""
+        buckets = len(np.unique(self.typical.bucket))
+        return self.typical.link.alpha_ns * buckets + self.typical.link.beta_ns * float(self.typical.sizes.sum())
+
 
 @dataclass(frozen=True)
 class Change:
     """What would be different; None leaves a thing as it is. All given things change together.
 
     Attributes:
-        caps_mb: Limits of the second bucket, the third, …, in MB of 2**20 bytes; the last holds for all further ones.
-        first_cap_mb: Limit of the first bucket; None for torch's 1 MB, or the second's if it is less.
+        caps_mb: Limits of the first bucket, the second, …, in MB of 2**20 bytes; the last holds for all further ones.
+            One is torch's `bucket_cap_mb`, several its `bucket_cap_mb_list`.
         strategy: Name of a strategy of `STRATEGY_COSTS`.
         batches: Batches whose gradients are added before they are reduced.
         groups: Process groups that take buckets in turn.
@@ -93,7 +101,6 @@ class Change:
     """
 
     caps_mb: tuple[float, ...] | None = None
-    first_cap_mb: float | None = None
     strategy: str | None = None
     batches: int | None = None
     groups: int | None = None

@@ -65,7 +65,7 @@ def best_caps(fitted: Fitted, change: Change | None = None) -> tuple[Change, Pre
     if fitted.parameters_known:
         typical = fitted.typical
         split = best_split(typical.arrival_ns, typical.sizes, _link(fitted, typical.link, change))
-        tried.append(replace(change, first_cap_mb=split[0], caps_mb=tuple(split[1:]) or (split[0],)))
+        tried.append(replace(change, caps_mb=tuple(split)))
     results = [(each, predict(fitted, each)) for each in tried]
     known = [(each, result) for each, result in results if isinstance(result, Prediction)]
     if not known:

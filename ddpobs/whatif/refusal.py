@@ -30,13 +30,11 @@ def _impossible(fitted: Fitted, change: Change) -> Iterator[str]:
     for name, least in _LIMITS.items():
         if (value := getattr(change, name)) is not None and value < least:
             yield f"{name} must be at least {least}, not {value}"
-    for name in ("link_gbps", "link_factor", "first_cap_mb"):
+    for name in ("link_gbps", "link_factor"):
         if (value := getattr(change, name)) is not None and not value > 0:
             yield f"{name} must be above 0, not {value:g}"
     if change.caps_mb is not None and not (change.caps_mb and min(change.caps_mb) > 0):
         yield "a bucket cap must be above 0 MB"
-    if change.first_cap_mb is not None and change.caps_mb is None:
-        yield "the first bucket's cap needs a cap of the others"
     if change.strategy is not None and change.strategy not in STRATEGY_COSTS:
         known = ", ".join(STRATEGY_COSTS)
         yield f"the bytes of strategy {change.strategy!r} do not follow from the gradients' sizes; known are {known}"

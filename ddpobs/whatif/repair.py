@@ -31,3 +31,18 @@ def repaired_ns(own_ns: Floats, rank: int, phase: int | None = None) -> Floats:
         excess_ns = np.maximum(0.0, own_ns[:, rank, phase] - usual[:, phase])
         repaired[:, rank, phase] -= excess_ns / 2
     return np.asarray(own_ns.sum(axis=2).max(axis=1) - repaired.sum(axis=2).max(axis=1))
+
+
+def shared_work_ns(own_ns: Floats, extra_ns: Floats) -> Floats:
+    """Return what each step saves if the ranks share its work equally.
+
+    The last rank then arrives as early as its machine allows.
+
+    Args:
+        own_ns: Own time of each rank, shape [steps, ranks].
+        extra_ns: Its part that is due to more work than the ranks' mean, same shape; negative for less.
+
+    Returns:
+        Shape [steps]; never negative.
+    """
+    return np.asarray(np.maximum(0.0, own_ns.max(axis=1) - (own_ns - extra_ns).max(axis=1)))

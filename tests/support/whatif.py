@@ -34,13 +34,13 @@ class World:
     def sizes(self) -> Floats:
         return self.parameter_bytes * np.tile([0.5, 1.5, 1.0, 1.0], 10)
 
-    def replay(self, caps_mb: tuple[float, ...], first_cap_mb: float | None = None) -> Replayed:
-        ready_ns, sizes = fill(self.arrival_ns, self.sizes, caps_mb, first_cap_mb)
+    def replay(self, caps_mb: tuple[float, ...]) -> Replayed:
+        ready_ns, sizes = fill(self.arrival_ns, self.sizes, caps_mb)
         return replay(ready_ns, sizes, self.link, self.slowdown)
 
-    def step_ns(self, *caps_mb: float, first_cap_mb: float | None = None) -> float:
+    def step_ns(self, *caps_mb: float) -> float:
         """Return the time of a step."""
-        return self.base_ms * MS + self.replay(caps_mb, first_cap_mb).end_ns
+        return self.base_ms * MS + self.replay(caps_mb).end_ns
 
     def observed(self, *caps_mb: float) -> Observed:
         """Return the steps as measured with these caps."""

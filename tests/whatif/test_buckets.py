@@ -18,7 +18,7 @@ from ddpobs.whatif.replay import replay
 def test_buckets_hold_the_parameters_that_torch_puts_there(caps: tuple[float, ...]) -> None:
     lengths = np.random.default_rng(0).integers(1, 200_000, 60)
     parameters = [torch.nn.Parameter(torch.zeros(int(length))) for length in lengths]
-    limits = [int(cap * MB) for cap in (min(1.0, caps[0]), *caps)]
+    limits = [int(cap * MB) for cap in caps]
     torchs = assign_in_order(parameters, range(60), limits, [False] * 60)
     ready, sizes = fill(np.arange(60.0), np.asarray(4.0 * lengths, np.float64), caps)
     assert ready.tolist() == [float(max(members)) for members in torchs]
@@ -36,7 +36,7 @@ def test_no_split_ends_sooner_than_the_best() -> None:
             ready, parts = np.maximum.reduceat(arrival_ns, begins), np.add.reduceat(sizes, begins)
             ends.append(replay(ready, parts, link).end_ns)
         limits = best_split(arrival_ns, sizes, link)
-        found = fill(arrival_ns, sizes, limits[1:] or limits, limits[0])
+        found = fill(arrival_ns, sizes, limits)
         assert replay(*found, link).end_ns == pytest.approx(min(ends))
 
 

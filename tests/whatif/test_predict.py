@@ -42,8 +42,8 @@ def test_no_change_predicts_the_measured_step() -> None:
 
 
 def test_a_list_of_caps_fills_one_bucket_after_the_other() -> None:
-    answer = prediction(PLAIN.observed(2.5), Change(caps_mb=(1, 8), first_cap_mb=3))
-    assert answer.step_ns == pytest.approx(PLAIN.step_ns(1, 8, first_cap_mb=3), rel=0.02)
+    answer = prediction(PLAIN.observed(2.5), Change(caps_mb=(3, 1, 8)))
+    assert answer.step_ns == pytest.approx(PLAIN.step_ns(3, 1, 8), rel=0.02)
     assert answer.bucket_bytes[:2] == pytest.approx([3.2e6, 1.2e6])
 
 
@@ -98,7 +98,7 @@ def test_the_advised_caps_are_as_fast_as_the_best(world: World) -> None:
     assert not isinstance(result, str), result
     change, answer = result
     assert change.caps_mb is not None
-    taken_ns = world.step_ns(*change.caps_mb, first_cap_mb=change.first_cap_mb)
+    taken_ns = world.step_ns(*change.caps_mb)
     assert taken_ns <= 1.01 * min(map(world.step_ns, CAPS))
     assert answer.step_ns == pytest.approx(taken_ns, rel=0.02)
 

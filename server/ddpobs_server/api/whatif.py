@@ -69,8 +69,7 @@ class WhatIfAnswer(TypedDict):
     """One change, and what it would give."""
 
     change: Annotated[str, doc("The change in words.")]
-    caps_mb: Annotated[list[float], doc("Limits of the second bucket, the third, and so on, in MB; empty if as now.")]
-    first_cap_mb: Annotated[float | None, doc("Limit of the first bucket, in MB; null for torch's.")]
+    caps_mb: Annotated[list[float], doc("Limits of the first bucket, the second, and so on, in MB; empty if as now.")]
     refused: Annotated[str, doc("Why the run does not show it; empty if it does.")]
     prediction: Annotated[WhatIfPrediction | None, doc("The predicted batch; null if it is refused.")]
 
@@ -90,7 +89,7 @@ def _questions(
         Query(
             max_length=4000,
             description="Caps in MB, separated by commas: an answer for each. `best` seeks the best one. "
-            "`1:5:25` is one list: limits of the second bucket, the third, and all further ones.",
+            "`1:5:25` is one list: limits of the first bucket, the second, and all further ones.",
         ),
     ] = "",
     first_bucket_mb: Annotated[_Positive, Query(description="Limit of the first bucket in MB.")] = None,
@@ -114,7 +113,6 @@ def _questions(
     find_unused: Annotated[bool | None, Query(description="`false`: without `find_unused_parameters`.")] = None,
 ) -> list[Question]:
     beside = Change(
-        first_cap_mb=first_bucket_mb,
         batches=accumulate,
         groups=groups,
         world_size=world_size,
@@ -133,11 +131,14 @@ def _questions(
     pairs = list(product(caps, strategies or [None]))
     if len(pairs) > _MAX_ANSWERS:
         raise _problem("bucket_cap_mb", f"at most {_MAX_ANSWERS} answers", f"{len(pairs)}")
-    return [_question(beside, cap, strategy) for cap, strategy in pairs]
+    if first_bucket_mb is not None and not bucket_cap_mb.replace(_BEST, ""):
+        raise _problem("first_bucket_mb", "caps in bucket_cap_mb", "none")
+    first = () if first_bucket_mb is None else (first_bucket_mb,)
+    return [_question(beside, first, cap, strategy) for cap, strategy in pairs]
 
 
-def _question(beside: Change, cap: str, strategy: str | None) -> Question:
-    limits = None if cap in ("", _BEST) else _limits(cap)
+def _question(beside: Change, first: tuple[float, ...], cap: str, strategy: str | None) -> Question:
+    limits = None if cap in ("", _BEST) else first + _limits(cap)
     return Question(replace(beside, caps_mb=limits, strategy=strategy), seeks_caps=cap == _BEST)
 
 

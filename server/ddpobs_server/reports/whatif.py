@@ -73,7 +73,6 @@ def _answer(fitted: Fitted, question: Question) -> dict[str, Any]:
     else:
         answer = predict(fitted, change)
     described: dict[str, Any] = {"change": words(change) or "as it is", "caps_mb": list(change.caps_mb or ())}
-    described["first_cap_mb"] = change.first_cap_mb
     if isinstance(answer, str):
         return described | {"refused": answer, "prediction": None}
     return described | {
@@ -107,9 +106,8 @@ def words(change: Change) -> str:
 
 def _words(change: Change) -> Iterator[str]:
     if change.caps_mb is not None:
-        yield f"bucket_cap_mb={':'.join(f'{cap:.4g}' for cap in change.caps_mb)}"
-    if change.first_cap_mb is not None:
-        yield f"first bucket {change.first_cap_mb:.4g} MB"
+        caps = ", ".join(f"{cap:.4g}" for cap in change.caps_mb)
+        yield f"bucket_cap_mb_list=[{caps}]" if len(change.caps_mb) > 1 else f"bucket_cap_mb={caps}"
     if change.strategy is not None:
         yield f"comm={change.strategy!r}"
     if change.batches is not None:

@@ -10,7 +10,6 @@ from ddpobs_server.analysis.steps.pipeline import (
     RankColumns,
     Stage,
     expected_bubble,
-    predicted_schedule_ns,
     reduction,
     stage_times,
     stages_of,
@@ -18,6 +17,7 @@ from ddpobs_server.analysis.steps.pipeline import (
 )
 
 from ddpobs import wire
+from ddpobs.whatif.schedule import predicted_schedule_ns
 from tests.support.analysis.pipeline_scenario import columns, events
 from tests.support.analysis.scenario import MS, with_columns
 from tests.support.columns import make_spans

@@ -68,7 +68,7 @@ def test_an_answer_for_each_cap_and_strategy(url: str) -> None:
 def test_a_list_of_caps_and_another_link_hold_together(url: str) -> None:
     (answer,) = answers(url, bucket_cap_mb="1:25", first_bucket_mb=0.5, link_gbps=0.5)
     slower = replace(RUN, rate=0.0625)
-    assert answer["caps_mb"] == [1, 25]
+    assert answer["caps_mb"] == [0.5, 1, 25]
     assert answer["prediction"]["step_ns"] == pytest.approx(step_ns(slower), rel=0.01)
     assert answer["prediction"]["words"].startswith("costs ")
 
@@ -98,6 +98,7 @@ def test_a_run_without_spans_says_what_is_missing(shared: Collector, run: str) -
         ({"bucket_cap_mb": "nan"}, "expected numbers"),
         ({"bucket_cap_mb": ",".join(["1"] * 65)}, "at most 64 answers"),
         ({"link_gbps": 1, "link_factor": 2}, "expected one of"),
+        ({"first_bucket_mb": 1}, "expected caps in bucket_cap_mb"),
         ({"halve": "backward"}, "expected a rank in repair"),
         ({"accumulate": 0}, "greater than or equal to 1"),
     ],

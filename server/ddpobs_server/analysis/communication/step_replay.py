@@ -23,9 +23,6 @@ MIN_GAIN = 0.03
 """Minimum predicted saving, as a share of the step, that is reported."""
 DISTURBED_SHARE = 0.5
 """Share of the transfers' time beyond their fastest tenth above which the link does not explain them."""
-HALF_PRECISION = 0.5
-CAST_NS = 0.5
-"""Time per byte of casting a gradient on a processor there and back: an assumption, to the disadvantage of the gain."""
 
 
 @dataclass(frozen=True)
@@ -110,19 +107,3 @@ def steady_replay_of(evidence: Evidence) -> Replay | str:
         times = f"{1 / (1 - disturbed):.0f}"
         return f"transfers take {times} times as long as their fastest tenth, so the link alone does not explain them"
     return replay
-
-
-def half_precision_gain(evidence: Evidence, replay: Replay) -> Gain | None:
-    """Return the gain of half the bytes, less the time of the casts on a processor."""
-    on_processor = any(hello.device == "cpu" for hello in evidence.hellos.values())
-    cast_ns = CAST_NS * float(replay.sizes.sum()) if on_processor else 0.0
-    return replay.gain(replay.ready_ns, HALF_PRECISION * replay.sizes, cast_ns)
-
-
-def exposes_communication(evidence: Evidence) -> bool:
-    """Whether the least exposed time over the ranks is above `MIN_GAIN` of the step: else no bucket can gain that."""
-    joined = evidence.joined
-    if len(joined.ranks) < 2 or len(joined) < MIN_STEPS or evidence.absent_ranks or evidence.separate_groups_reason:
-        return False
-    exposed_ns = float(np.median(joined.exposed_ns.min(axis=1)))
-    return exposed_ns > MIN_GAIN * float(np.median(joined.step_ns))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddpobs.shared.quantities import duration
-from ddpobs_server.analysis.communication.step_replay import Replay, exposes_communication, steady_replay_of
+from ddpobs.whatif.model import Change, Fitted
+from ddpobs_server.analysis.communication.predicted_gain import exposes_communication, gain_of, steady_fit_of
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged
 
@@ -24,7 +25,7 @@ class AccumulationPaysFacts(Facts):
 
     Attributes:
         batches: Batches a step for which the gain is predicted.
-        exposed_ns: Replayed exposed communication of a step.
+        exposed_ns: Exposed communication of a step.
         replay_error_ns: Error of the replay.
         saved_ns_by_batches: Predicted saving of a batch in nanoseconds, by batches a step.
     """
@@ -47,24 +48,24 @@ def accumulation_pays(evidence: Evidence) -> Judgement:
         return []
     if float(np.median(evidence.steps.micro_steps)) > 1:
         return []
-    replay = steady_replay_of(evidence)
-    if isinstance(replay, str):
-        return [NotJudged("accumulation-pays", replay)]
-    gain = _gain(replay, BATCHES)
-    return [] if gain is None else [_finding(evidence, replay, gain)]
+    fitted = steady_fit_of(evidence)
+    if isinstance(fitted, str):
+        return [NotJudged("accumulation-pays", fitted)]
+    gain = _gain(fitted, BATCHES)
+    return [] if gain is None else [_finding(evidence, fitted, gain)]
 
 
-def _gain(replay: Replay, batches: int) -> Gain | None:
-    return replay.saving((1 - 1 / batches) * replay.now_ns, replay.error_ns, MIN_GAIN)
+def _gain(fitted: Fitted, batches: int) -> Gain | None:
+    return gain_of(fitted, Change(batches=batches), MIN_GAIN)
 
 
-def _finding(evidence: Evidence, replay: Replay, gain: Gain) -> Finding:
+def _finding(evidence: Evidence, fitted: Fitted, gain: Gain) -> Finding:
     return Finding(
         code="accumulation-pays",
         severity="info",
         verdict=f"Reducing gradients every {BATCHES}th batch would save time",
         measure=f"{BATCHES - 1} of {BATCHES} batches without communication",
-        cause=f"backward does not hide {duration(replay.now_ns)} of communication a step",
+        cause=f"backward does not hide {duration(fitted.exposed_ns)} of communication a step",
         remedy=(
             f"Accumulate {BATCHES} batches: {BATCHES - 1} of them under no_sync. The optimizer then sees "
             f"{BATCHES} times the batch size, so the learning rate may need a change."
@@ -74,10 +75,10 @@ def _finding(evidence: Evidence, replay: Replay, gain: Gain) -> Finding:
         gain=gain,
         evidence=AccumulationPaysFacts(
             batches=BATCHES,
-            exposed_ns=round(replay.now_ns),
-            replay_error_ns=round(replay.error_ns),
+            exposed_ns=round(fitted.exposed_ns),
+            replay_error_ns=round(fitted.replay_error_ns),
             saved_ns_by_batches={
-                str(batches): other.step_ns for batches in (2, 4, 8, 16) if (other := _gain(replay, batches))
+                str(batches): other.step_ns for batches in (2, 4, 8, 16) if (other := _gain(fitted, batches))
             },
         ),
     )

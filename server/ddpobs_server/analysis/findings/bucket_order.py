@@ -9,7 +9,8 @@ import numpy as np
 from ddpobs import wire
 from ddpobs.shared.words import format_bucket
 from ddpobs_server.analysis.communication.arrivals import arrivals
-from ddpobs_server.analysis.communication.step_replay import Replay, exposes_communication, replay_of
+from ddpobs_server.analysis.communication.predicted_gain import exposes_communication
+from ddpobs_server.analysis.communication.step_replay import Replay, replay_of
 from ddpobs_server.analysis.evidence import MAX_LISTED, ColumnReader, Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, severity_of
 from ddpobs_server.analysis.steps.joined_steps import Floats

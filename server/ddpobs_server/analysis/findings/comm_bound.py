@@ -14,13 +14,14 @@ import numpy as np
 from ddpobs.shared.delay import moving
 from ddpobs.shared.quantities import duration
 from ddpobs.shared.words import format_ranks, percent
-from ddpobs_server.analysis.communication import link_model
+from ddpobs.whatif.model import Change
+from ddpobs_server.analysis.communication.fitted_steps import fitted_steps
+from ddpobs_server.analysis.communication.predicted_gain import gain_of
 from ddpobs_server.analysis.communication.processors import Shortage, shortage
 from ddpobs_server.analysis.communication.step_replay import (
     DISTURBED_SHARE,
     Replay,
     disturbed_share,
-    half_precision_gain,
     replay_of,
 )
 from ddpobs_server.analysis.communication.transfers import Transfers
@@ -32,7 +33,7 @@ from ddpobs_server.analysis.steps.joined_steps import Floats
 CODES = ("comm-bound",)
 COMM_SHARE = 0.3
 """Maximum share of exposed communication in the steps' time that is no finding."""
-_DEFAULT_CAP_BYTES = 25 * 2**20
+_DEFAULT_CAP_MB = 25.0
 _REMEDIES = {
     "bandwidth": "Compress gradients (comm='bf16'), accumulate over several micro-batches with no_sync, or use a "
     "faster link.",
@@ -175,9 +176,14 @@ def _kind(evidence: Evidence, replay: Replay | str) -> _Kind:
     count = len(transfers) / transfers.steps
     if model.beta_ns * transfers.bytes_a_step >= model.alpha_ns * count:
         words = f"the bytes of {_bytes(transfers.bytes_a_step)} a step at {transfers.bytes_per_ns:.2g} GB/s"
-        return _Kind("bandwidth", words, half_precision_gain(evidence, replay))
-    merged = link_model.merge(replay.ready_ns, replay.sizes, _DEFAULT_CAP_BYTES)
-    return _Kind("latency", f"the latency of {_buckets(count, transfers)}", replay.gain(*merged))
+        return _Kind("bandwidth", words, _predicted(evidence, Change(strategy="fp16")))
+    words = f"the latency of {_buckets(count, transfers)}"
+    return _Kind("latency", words, _predicted(evidence, Change(caps_mb=(_DEFAULT_CAP_MB,))))
+
+
+def _predicted(evidence: Evidence, change: Change) -> Gain | None:
+    fitted = fitted_steps(evidence)
+    return None if isinstance(fitted, str) else gain_of(fitted, change)
 
 
 def _finding(evidence: Evidence, times: _Times, replay: Replay | str) -> Finding:

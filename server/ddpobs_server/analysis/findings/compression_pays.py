@@ -5,17 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddpobs.shared.quantities import duration
-from ddpobs_server.analysis.communication.step_replay import (
-    Replay,
-    exposes_communication,
-    half_precision_gain,
-    steady_replay_of,
-)
+from ddpobs.whatif.model import Change, Fitted
+from ddpobs_server.analysis.communication.predicted_gain import exposes_communication, gain_of, steady_fit_of
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, advice_severity
 
 CODES = ("compression-pays",)
 UNCOMPRESSED = "all_reduce"
+_STRATEGY = "fp16"
+"""The slower one of the two: a gain with it is a gain with bf16."""
 _WIDE = ("float32", "float64")
 
 
@@ -26,7 +24,7 @@ class CompressionPaysFacts(Facts):
     Attributes:
         bytes_a_step: Bytes of the gradients.
         bytes_per_s: Bytes a second while they moved.
-        exposed_ns: Replayed exposed communication of a step.
+        exposed_ns: Exposed communication of a step.
         replay_error_ns: Error of the replay.
     """
 
@@ -47,21 +45,22 @@ def compression_pays(evidence: Evidence) -> Judgement:
     is_wide = all(bucket.dtype in _WIDE for layout in layouts for bucket in layout.buckets)
     if not layouts or not is_wide or any(layout.comm != UNCOMPRESSED for layout in layouts):
         return []
-    replay = steady_replay_of(evidence)
-    if isinstance(replay, str):
-        return [NotJudged("compression-pays", replay)]
-    gain = half_precision_gain(evidence, replay)
-    return [] if gain is None else [_finding(evidence, replay, gain)]
+    fitted = steady_fit_of(evidence)
+    if isinstance(fitted, str):
+        return [NotJudged("compression-pays", fitted)]
+    gain = gain_of(fitted, Change(strategy=_STRATEGY))
+    return [] if gain is None else [_finding(evidence, fitted, gain)]
 
 
-def _finding(evidence: Evidence, replay: Replay, gain: Gain) -> Finding:
-    size_mb = float(replay.sizes.sum()) / 1e6
+def _finding(evidence: Evidence, fitted: Fitted, gain: Gain) -> Finding:
+    size_bytes = float(fitted.typical.sizes.sum())
+    size_mb = size_bytes / 1e6
     return Finding(
         code="compression-pays",
         severity=advice_severity(gain),
         verdict="Gradients in half precision would make steps faster",
         measure=f"{size_mb / 2:.3g} instead of {size_mb:.3g} MB a step",
-        cause=f"backward does not hide {duration(replay.now_ns)} of communication a step",
+        cause=f"backward does not hide {duration(fitted.exposed_ns)} of communication a step",
         remedy=(
             "Pass comm='bf16', or register torch's bf16_compress_hook, and compare the loss of a short run: half "
             "precision rounds the gradients."
@@ -70,9 +69,9 @@ def _finding(evidence: Evidence, replay: Replay, gain: Gain) -> Finding:
         phase="exposed_comm",
         gain=gain,
         evidence=CompressionPaysFacts(
-            bytes_a_step=round(float(replay.sizes.sum())),
-            bytes_per_s=round(replay.transfers.bytes_per_ns * 1e9),
-            exposed_ns=round(replay.now_ns),
-            replay_error_ns=round(replay.error_ns),
+            bytes_a_step=round(size_bytes),
+            bytes_per_s=round(1e9 * size_bytes / fitted.moving_ns),
+            exposed_ns=round(fitted.exposed_ns),
+            replay_error_ns=round(fitted.replay_error_ns),
         ),
     )

@@ -14,6 +14,7 @@ from ddpobs import wire
 from ddpobs.shared.delay import excesses
 from ddpobs.shared.quantities import duration
 from ddpobs.shared.words import percent
+from ddpobs.whatif.repair import shared_work_ns
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, how_often, severity_of
 from ddpobs_server.analysis.findings.straggler import (
@@ -106,11 +107,10 @@ def imbalanced_batches(evidence: Evidence) -> Judgement:
 def _bucketing_gain(joined: JoinedSteps, fit: WorkFit) -> Gain:
     """Predict the saving per step if the ranks shared the work of each step equally.
 
-    The last rank then arrives as early as its machine allows. That the samples of a bucket need less padding is not
-    counted.
+    That the samples of a bucket need less padding is not counted.
     """
-    shared_ns = joined.own_ns - fit.slope_ns * (fit.work - fit.work.mean(axis=1, keepdims=True))
-    return mean_gain(joined, np.maximum(0.0, joined.own_ns.max(axis=1) - shared_ns.max(axis=1)))
+    extra_ns = fit.slope_ns * (fit.work - fit.work.mean(axis=1, keepdims=True))
+    return mean_gain(joined, shared_work_ns(joined.own_ns, extra_ns))
 
 
 def _finding(

@@ -14,9 +14,10 @@ import numpy as np
 from ddpobs import wire
 from ddpobs.shared.quantities import duration
 from ddpobs.shared.words import format_ranks, percent
+from ddpobs.whatif.schedule import predicted_schedule_ns
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, severity_of
-from ddpobs_server.analysis.steps.pipeline import StageTimes, expected_bubble, predicted_schedule_ns, stage_times
+from ddpobs_server.analysis.steps.pipeline import StageTimes, expected_bubble, stage_times
 
 CODES = ("pipeline-imbalance",)
 EXCESS_SHARE = 0.1

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ddpobs import wire
 from ddpobs.shared.delay import delays, excesses, is_late
+from ddpobs.whatif.repair import repaired_ns
 from ddpobs_server.analysis.finding import Gain
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
@@ -142,7 +143,7 @@ def largest_phases(excess_ns: Floats) -> dict[str, float]:
     return explained
 
 
-def gain(joined: JoinedSteps, late: Lateness, index: int) -> Gain:
+def gain(joined: JoinedSteps, index: int) -> Gain:
     """Predict the saving per step if this rank were as fast as the others' median.
 
     If the rank was last in a step, the step then waits for the next to last rank. Steps count by `step_weights`.
@@ -150,8 +151,7 @@ def gain(joined: JoinedSteps, late: Lateness, index: int) -> Gain:
 
     Source: T - T_ideal of S = T / T_ideal (arXiv 2505.05713), with only this rank brought to the others' median.
     """
-    next_to_last = np.sort(joined.own_ns, axis=1)[:, -2]
-    return mean_gain(joined, np.where(late.last == index, joined.own_ns.max(axis=1) - next_to_last, 0.0))
+    return mean_gain(joined, repaired_ns(joined.own_ns[:, :, None], index))
 
 
 def mean_gain(joined: JoinedSteps, saved_ns: Floats) -> Gain:

@@ -146,5 +146,5 @@ def _slow_rank(
         phase_excess_ns={name: round(ns) for name, ns in phases_ns.items()},
         severity=severity_of(lost_share),
         own_ns={str(rank): round(ns) for rank, ns in zip(joined.ranks.tolist(), medians_ns, strict=True)},
-        gain=gain(joined, late, index).at_most(excess_ns * late_share),
+        gain=gain(joined, index).at_most(excess_ns * late_share),
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ddpobs_server.analysis.finding import Gain, severity_of
-from ddpobs_server.analysis.slow_ranks.lateness import BLOCK_STEPS, gain, largest_phases, lateness
+from ddpobs_server.analysis.slow_ranks.lateness import BLOCK_STEPS, gain, largest_phases
 from ddpobs_server.analysis.slow_ranks.slow_rank import SlowInTurn, SlowRank
 from ddpobs_server.analysis.slow_ranks.stretches import Stretch
 from ddpobs_server.analysis.slow_ranks.whole_run import MAX_FINDINGS, WholeRun
@@ -70,4 +70,4 @@ def _slow_rank(run: WholeRun, rank: int, phase: str, group: list[Stretch]) -> Sl
 def _present_gain(run: WholeRun, rank: int, bounds: tuple[int, int]) -> Gain | None:
     """Return the gain of a stretch that goes on, over its steps with columns."""
     part, index = run.joined.between(*bounds), int(np.searchsorted(run.joined.ranks, rank))
-    return gain(part, lateness(part), index) if len(part) >= BLOCK_STEPS else None
+    return gain(part, index) if len(part) >= BLOCK_STEPS else None

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.whatif.schedule import predicted_schedule_ns
 from ddpobs.wire.facts import PipelineFacts, facts_of
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
@@ -181,20 +182,6 @@ def _lower_median(values: Floats) -> Floats:
     """Return the lower median over axis 1, which stays."""
     middle = (values.shape[1] - 1) // 2
     return np.asarray(np.partition(values, middle, axis=1)[:, middle, None])
-
-
-def predicted_schedule_ns(computing_ns: Sequence[float] | Floats, slots: int) -> float:
-    """Return the time of a schedule's step from each stage's computation in it.
-
-    The slowest stage computes all its micro-batches; each other stage adds the time of one, in which the pipeline fills
-    and drains: max b + (sum b - max b) / slots. With equal stages it gives the formula of `expected_bubble`.
-
-    Args:
-        computing_ns: Computation of each stage in a step, shape [stages].
-        slots: Micro-batches of a step, times the stages on each rank.
-    """
-    slowest = max(computing_ns)
-    return float(slowest + (sum(computing_ns) - slowest) / slots)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Predict steps after a change from one measured setting, then measure them."""

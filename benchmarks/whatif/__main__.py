@@ -1,0 +1,233 @@
+"""Predict the step time of many settings from one measured setting, then measure them.
+
+    sudo python -m benchmarks.whatif [--models mlp,deep,transformer] [--ranks 2,4] [--links 0.5,1,2] [--steps 60]
+        [--json FILE] [--small | --smoke]
+
+Each rank has a network namespace with one thread and a shaped link. Each setting is a training of its own with
+telemetry; its measured value is the median step that the collector has. `BASE` is the only setting that is used to
+predict the others on the same link, and the same caps on the other links. The first table has the errors by kind of
+change, the second each prediction. `--small` takes about eight minutes on an idle machine with two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from benchmarks.faults.launch import ranks_of
+from benchmarks.links import INTERFACE, LinkError, Links, address, links
+from benchmarks.rig.collector import running_collector
+
+SCRIPT = Path(__file__).with_name("training.py")
+ONE_BUCKET = 1000.0
+CAPS_MB = (0.25, 1.0, 5.0, 25.0, ONE_BUCKET)
+_TIMEOUT_S = 600
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A training.
+
+    Attributes:
+        model: Name of the model.
+        ranks: Number of ranks.
+        link_gbps: Speed of the links.
+        cap: `bucket_cap_mb`.
+        strategy: `comm`.
+        batches: Batches a step.
+        groups: Process groups.
+    """
+
+    model: str
+    ranks: int
+    link_gbps: float
+    cap: float = 2.5
+    strategy: str = "all_reduce"
+    batches: int = 1
+    groups: int = 1
+
+    @property
+    def name(self) -> str:
+        """Name of its run."""
+        values = asdict(self).values()
+        return "-".join(str(value) for value in values)
+
+
+def changes(base: Setting) -> Iterator[tuple[str, Setting, dict[str, Any]]]:
+    """Yield kind, setting, and query of each change on the same link."""
+    for cap in CAPS_MB:
+        yield "cap", replace(base, cap=cap), {"bucket_cap_mb": cap}
+    yield "strategy", replace(base, strategy="fp16"), {"compression": "fp16"}
+    yield "batches", replace(base, batches=3), {"accumulate": 3}
+
+
+def measure(setting: Setting, network: Links, url: str, options: argparse.Namespace) -> None:
+    """Train, and send the telemetry to the collector."""
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        environ = {
+            "DDPOBS_TELEMETRY": "http://127.0.0.1:9",  # No rank reaches the collector: the spool is pushed later.
+            "DDPOBS_RUN": setting.name,
+            "DDPOBS_SPOOL": str(folder / "spool"),
+            "DDPOBS_EXIT_S": "30",
+            "DDPOBS_READINESS_EVERY": "8",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": INTERFACE,
+        }
+        network.set_rate(f"{round(1000 * setting.link_gbps)}mbit")
+        arguments = json.dumps(asdict(setting) | {"steps": options.steps})
+        with ranks_of(
+            SCRIPT,
+            arguments,
+            ranks=setting.ranks,
+            folder=folder,
+            environ=environ,
+            namespaces=network.namespaces,
+            master=address(0),
+        ) as ranks:
+            if any(process.wait(_TIMEOUT_S) for process in ranks.processes):
+                raise RuntimeError(f"{setting.name} failed:\n{ranks.logs()}")
+        push = [str(Path(sys.executable).with_name("ddpobs")), "push", str(folder / "spool"), "--collector", url]
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
+        subprocess.run(push, check=True, env=kept, timeout=120, stdout=subprocess.DEVNULL)
+
+
+def asked(url: str, setting: Setting, query: dict[str, Any]) -> dict[str, Any]:
+    """Return the collector's answers about a run."""
+    reply = httpx.get(f"{url}/api/v1/runs/{setting.name}/whatif", params=query, timeout=60).raise_for_status()
+    document: dict[str, Any] = reply.json()
+    return document
+
+
+def compared(url: str, base: Setting, target: Setting, kind: str, query: dict[str, Any]) -> dict[str, Any]:
+    """Return one prediction from `base` beside the measured value of `target`."""
+    answer, measured = asked(url, base, query)["answers"], asked(url, target, {})
+    row: dict[str, Any] = {"kind": kind, "base": base.name, "target": target.name, "query": query}
+    row |= {"measured_ns": measured["now"]["step_ns"] if measured["now"] else None, "refused": ""}
+    if not answer or answer[0]["prediction"] is None:
+        return row | {"refused": answer[0]["refused"] if answer else "no model"}
+    return row | {name: answer[0]["prediction"][name] for name in ("step_ns", "low_ns", "high_ns")}
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure all settings, and predict each from its base."""
+    rows, advice = [], []
+    with tempfile.TemporaryDirectory() as text, running_collector(Path(text)) as url:
+        for ranks in options.ranks:
+            with links(ranks, "1gbit") as network:
+                for model in options.models:
+                    bases = [Setting(model, ranks, gbps) for gbps in options.links]
+                    for base in bases:
+                        for setting in (base, *(target for _, target, _ in changes(base))):
+                            measure(setting, network, url, options)
+                            print(
+                                f"{setting.name}: {asked(url, setting, {})['now']}"[:120], file=sys.stderr, flush=True
+                            )
+                    rows += [
+                        compared(url, base, target, kind, query)
+                        for base in bases
+                        for kind, target, query in changes(base)
+                    ]
+                    rows += [
+                        compared(url, base, other, "link", {"link_factor": other.link_gbps / base.link_gbps})
+                        for base in bases
+                        for other in bases
+                        if other != base
+                    ]
+                    advice += [advised(url, base) for base in bases]
+    return {"rows": rows, "advice": advice}
+
+
+def advised(url: str, base: Setting) -> dict[str, Any]:
+    """Return the measured step of the cap that is predicted to be best, over that of the cap that is best."""
+    measured = {cap: asked(url, replace(base, cap=cap), {})["now"]["step_ns"] for cap in CAPS_MB}
+    caps = ",".join(f"{cap:g}" for cap in CAPS_MB)
+    answers = asked(url, base, {"bucket_cap_mb": caps})["answers"]
+    predicted = {
+        cap: each["prediction"]["step_ns"] for cap, each in zip(CAPS_MB, answers, strict=True) if each["prediction"]
+    }
+    if not predicted:
+        return {"base": base.name, "cap": None, "ratio": None}
+    cap = min(predicted, key=lambda one: predicted[one])
+    return {"base": base.name, "cap": cap, "ratio": measured[cap] / min(measured.values())}
+
+
+def report(results: dict[str, Any]) -> str:
+    """Return the tables."""
+    by_kind: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in results["rows"]:
+        by_kind["all"].append(row)
+        by_kind[row["kind"]].append(row)
+    lines = [
+        "| change | predictions | refused | median error | 90th percentile | inside the interval | median interval |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for kind, rows in by_kind.items():
+        known = [row for row in rows if not row["refused"] and row["measured_ns"]]
+        if not known:
+            lines.append(f"| {kind} | 0 | {len(rows)} | – | – | – | – |")
+            continue
+        errors = [abs(row["step_ns"] / row["measured_ns"] - 1) for row in known]
+        inside = sum(row["low_ns"] <= row["measured_ns"] <= row["high_ns"] for row in known)
+        width = float(np.median([(row["high_ns"] - row["low_ns"]) / 2 / row["step_ns"] for row in known]))
+        lines.append(
+            f"| {kind} | {len(known)} | {len(rows) - len(known)} | {np.median(errors):.1%} | "
+            f"{np.quantile(errors, 0.9):.1%} | {inside / len(known):.0%} | ± {width:.1%} |"
+        )
+    lines += ["", "| base | advised cap | its step over the best measured |", "|---|---|---|"]
+    lines += [
+        f"| {row['base']} | {row['cap']} | {row['ratio'] and round(row['ratio'], 3)} |" for row in results["advice"]
+    ]
+    lines += ["", "| base | change | predicted | interval | measured | error |", "|---|---|---|---|---|---|"]
+    for row in results["rows"]:
+        if row["refused"] or not row["measured_ns"]:
+            lines.append(f"| {row['base']} | {row['query']} | {row['refused']} | | | |")
+            continue
+        low, high, step, measured = (row[name] / 1e6 for name in ("low_ns", "high_ns", "step_ns", "measured_ns"))
+        lines.append(
+            f"| {row['base']} | {row['query']} | {step:.1f} ms | {low:.1f} to {high:.1f} | {measured:.1f} ms | "
+            f"{step / measured - 1:+.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="mlp,deep,transformer")
+    parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--links", default="0.5,1,2", help="Gbit/s")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--small", action="store_true", help="two models on two ranks, 40 steps")
+    parser.add_argument("--smoke", action="store_true", help="the smallest run that touches everything")
+    options = parser.parse_args()
+    if options.small:
+        options.models, options.ranks, options.steps = "deep,transformer", "2", 40
+    if options.smoke:
+        options.models, options.ranks, options.links, options.steps = "deep", "2", "1", 30
+    options.models = options.models.split(",")
+    options.ranks, options.links = list(map(int, options.ranks.split(","))), list(map(float, options.links.split(",")))
+    try:
+        results = run(options)
+    except LinkError as error:
+        sys.exit(f"benchmarks.whatif: {error}")
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+    print(report(results))
+
+
+if __name__ == "__main__":
+    main()
