@@ -1,11 +1,11 @@
 """Predict the step time of many settings from one measured setting, then measure them.
 
-    sudo python -m benchmarks.whatif [--models mlp,deep,transformer] [--ranks 2,4] [--links 0.5,1,2] [--steps 60]
+    sudo python -m benchmarks.whatif [--models waiting,deep,transformer] [--ranks 2,4] [--links 0.5,1,2] [--steps 60]
         [--json FILE] [--small | --smoke]
 
 Each rank has a network namespace with one thread and a shaped link. Each setting is a training of its own with
-telemetry; its measured value is the median step that the collector has. `BASE` is the only setting that is used to
-predict the others on the same link, and the same caps on the other links. The first table has the errors by kind of
+telemetry; its measured value is the median step that the collector has. Only the setting with default buckets is used
+to predict: the others on the same link, and itself on the other links. The first table has the errors by kind of
 change, the second each prediction. `--small` takes about eight minutes on an idle machine with two cores.
 """
 
@@ -44,7 +44,7 @@ class Setting:
         model: Name of the model.
         ranks: Number of ranks.
         link_gbps: Speed of the links.
-        cap: `bucket_cap_mb`.
+        cap: `bucket_cap_mb`; None for the default: 25 MB, and 1 MB for the first bucket.
         strategy: `comm`.
         batches: Batches a step.
         groups: Process groups.
@@ -53,7 +53,7 @@ class Setting:
     model: str
     ranks: int
     link_gbps: float
-    cap: float = 2.5
+    cap: float | None = None
     strategy: str = "all_reduce"
     batches: int = 1
     groups: int = 1
@@ -206,7 +206,7 @@ def report(results: dict[str, Any]) -> str:
 def main() -> None:
     """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="mlp,deep,transformer")
+    parser.add_argument("--models", default="waiting,deep,transformer")
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--links", default="0.5,1,2", help="Gbit/s")
     parser.add_argument("--steps", type=int, default=60)
@@ -215,9 +215,9 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="the smallest run that touches everything")
     options = parser.parse_args()
     if options.small:
-        options.models, options.ranks, options.steps = "deep,transformer", "2", 40
+        options.models, options.ranks, options.steps = "waiting,transformer", "2", 40
     if options.smoke:
-        options.models, options.ranks, options.links, options.steps = "deep", "2", "1", 30
+        options.models, options.ranks, options.links, options.steps = "waiting", "2", "1", 30
     options.models = options.models.split(",")
     options.ranks, options.links = list(map(int, options.ranks.split(","))), list(map(float, options.links.split(",")))
     try:

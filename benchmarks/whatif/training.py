@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,8 +16,29 @@ from torch import nn
 from ddpobs import DistributedDataParallel
 
 
-def _mlp() -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(724, 724), nn.ReLU()) for _ in range(6)))
+class _Wait(torch.autograd.Function):
+    """A layer whose backward waits, as for an accelerator: it takes no time of a processor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        """Return the input."""
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        """Wait, and return the gradient."""
+        time.sleep(_WAIT_S)
+        return gradient
+
+
+class _Waiting(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the linear map; its backward waits."""
+        return super().forward(_Wait.apply(x))  # type: ignore[no-untyped-call]
+
+
+def _waiting() -> nn.Module:
+    return nn.Sequential(*(_Waiting(400, 400) for _ in range(18)))
 
 
 def _deep() -> nn.Module:
@@ -28,12 +50,13 @@ def _transformer() -> nn.Module:
     return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
 
 
+_WAIT_S = 0.004
 MODELS = {
-    "mlp": (_mlp, (768, 724)),
-    "deep": (_deep, (2048, 256)),
-    "transformer": (_transformer, (8, 64, 256)),
+    "waiting": (_waiting, (8, 400)),
+    "deep": (_deep, (256, 256)),
+    "transformer": (_transformer, (4, 64, 256)),
 }
-"""Each model with the shape of its batch: 10 to 13 MB of gradients, as long to compute as to send at 1 Gbit/s."""
+"""Each model with the shape of its batch: 10 to 13 MB of gradients, about as long to compute as to send at 1 Gbit/s."""
 
 
 def train(setting: dict[str, Any]) -> None:

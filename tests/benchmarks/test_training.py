@@ -68,3 +68,12 @@ def test_communication_runs_on_links_of_its_own(tmp_path: Path) -> None:
     assert all(f"| {variant} | " in output for variant in results["seconds"])
     # A cast to 16 bits halves the bytes, apart from the fixed cost of a small model's packets.
     assert results["busiest_link"]["fp16"] < 0.8 * results["busiest_link"]["plain all-reduce"]
+
+
+def test_whatif_predicts_each_setting_from_one_and_measures_it(tmp_path: Path) -> None:
+    need("tc", "iproute2")
+    output = run("whatif/__main__", "--json", str(tmp_path / "results.json"))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert len(results["rows"]) == 7
+    assert all(row["measured_ns"] > 0 for row in results["rows"])
+    assert "\n| all | " in output
