@@ -10,25 +10,34 @@ from typing_extensions import override
 
 from ddpobs_server.web.chunked_responses import CHUNK_BYTES
 
+_LEVEL = 1
+"""Fastest level of zstd: higher ones pack such text no better."""
+
 
 class PackedBody:
     """Bytes that are read in chunks of `CHUNK_BYTES`, as `ChunkedResponses` reads a body.
+
+    All packed chunks share a buffer: each alone would leave a hole in the heap, as large as the chunk before packing.
 
     Args:
         parts: The bytes, in parts of any size.
     """
 
     def __init__(self, parts: Iterable[bytes]) -> None:
-        self._chunks: list[bytes] = []
+        self._packed, self._begins = bytearray(), [0]
         self._size = 0
-        compress, waiting = zstandard.ZstdCompressor(1).compress, bytearray()
+        waiting = bytearray()
         for part in parts:
             self._size += len(part)
             waiting += part
             while len(waiting) > CHUNK_BYTES:
-                self._chunks.append(compress(bytes(waiting[:CHUNK_BYTES])))
+                self._pack(waiting[:CHUNK_BYTES])
                 del waiting[:CHUNK_BYTES]
-        self._chunks.append(compress(bytes(waiting)))
+        self._pack(waiting)
+
+    def _pack(self, chunk: bytearray) -> None:
+        self._packed += zstandard.compress(chunk, _LEVEL)
+        self._begins.append(len(self._packed))
 
     def __len__(self) -> int:
         return self._size
@@ -37,7 +46,8 @@ class PackedBody:
         begin = part.start or 0
         if begin % CHUNK_BYTES or (part.stop is not None and part.stop < min(begin + CHUNK_BYTES, self._size)):
             raise ValueError(f"expected a part of {CHUNK_BYTES} bytes at a multiple of them, got {part}")
-        return zstandard.decompress(self._chunks[begin // CHUNK_BYTES])
+        chunk = begin // CHUNK_BYTES
+        return zstandard.decompress(self._packed[self._begins[chunk] : self._begins[chunk + 1]])
 
 
 class PackedResponse(Response):
