@@ -83,9 +83,10 @@ def store_and_read(batch: wire.Batch) -> None:
         read(*key)
     store.bucket_rollups(*key, 100)
     store.aggregates(since_ns=0)
+    late = RunColumns(store, *key).stragglers(None, None)
     answers = (
         reports.diagnostics(*key),
-        RunColumns(store, *key).stragglers(None, None),
+        late | {name: late[name].tolist() for name in ("own_ns", "excess_ns")} | {"per_rank": [*late["per_rank"]]},
         [*RunTimeline(store, *key).trace(None, None)["traceEvents"]],
     )
     json.dumps(msgspec.to_builtins(answers), allow_nan=False)

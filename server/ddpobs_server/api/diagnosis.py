@@ -21,7 +21,7 @@ from ddpobs_server.api.fields import (
     doc,
 )
 from ddpobs_server.api.findings import FindingResponse, StepLevel
-from ddpobs_server.api.responses import json_response, trace_response
+from ddpobs_server.api.responses import json_response
 from ddpobs_server.reports.columns import RunColumns
 from ddpobs_server.reports.timeline import RunTimeline, TooManyStepsError
 from ddpobs_server.web.problems import Problem
@@ -111,7 +111,7 @@ def get_trace(run: RunDep, steps: StepRangeDep, store: StoreDep) -> Response:
     has fewer steps instead.
     """
     try:
-        return trace_response(RunTimeline(store, run.run, steps.attempt).trace(steps.first, steps.last))
+        return json_response(RunTimeline(store, run.run, steps.attempt).trace(steps.first, steps.last))
     except TooManyStepsError as error:
         fits = f"at most {error.fits_until} for a trace from step {steps.first} on"
         detail = f"to: expected {fits}, got {steps.last}; request fewer steps"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any, cast
 
-import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from typing_extensions import TypedDict
 
 from ddpobs import wire
@@ -24,6 +23,7 @@ from ddpobs_server.api.fields import (
     StepNumber,
     doc,
 )
+from ddpobs_server.api.responses import json_response
 from ddpobs_server.reports.run_state import state_of_rank
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Rollup, Source
@@ -158,14 +158,16 @@ class Ranks(AttemptResponse):
 
 _SOURCE_FIELDS = tuple(SourceFields.__annotations__)
 _HELLO_FIELDS = tuple(ProcessFields.__annotations__)
+_PULSE_FIELDS, _MACHINE_FIELDS = tuple(Pulse.__annotations__), tuple(Machine.__annotations__)
 
 
-@router.get("/runs/{run}/ranks")
-def get_ranks(run: RunDep, attempt: AttemptDep, store: StoreDep, settings: SettingsDep) -> Ranks:
+@router.get("/runs/{run}/ranks", response_model=Ranks)
+def get_ranks(run: RunDep, attempt: AttemptDep, store: StoreDep, settings: SettingsDep) -> Response:
     """Each rank's process, state, counts, mean phases and last pulse."""
     rollups = {rollup.rank: rollup for rollup in store.rollups(run.run, attempt)}
-    ranks = [_rank_json(source, rollups.get(source.rank), settings) for source in store.sources(run.run, attempt)]
-    return {"run": run.name, "attempt": attempt, "ranks": ranks}
+    sources = store.sources(run.run, attempt)
+    ranks = (_rank_json(source, rollups.get(source.rank), settings) for source in sources)
+    return json_response({"run": run.name, "attempt": attempt, "ranks": ranks})
 
 
 def _rank_json(source: Source, rollup: Rollup | None, settings: Settings) -> Rank:
@@ -187,9 +189,9 @@ def _pulse_json(record: wire.Pulse | None) -> Any:
     """Return a pulse with null for each number that is unknown on the wire."""
     if record is None:
         return None
-    pulse = msgspec.to_builtins(record)
-    machine = pulse["machine"]
-    if machine is not None:
-        machine = {name: None if value == wire.UNKNOWN else value for name, value in machine.items()}
-    indexes = {name: None if pulse[name] == wire.UNKNOWN else pulse[name] for name in ("module", "bucket")}
-    return pulse | indexes | {"machine": machine}
+    pulse = {name: getattr(record, name) for name in _PULSE_FIELDS}
+    pulse |= {name: None if pulse[name] == wire.UNKNOWN else pulse[name] for name in ("module", "bucket")}
+    if record.machine is not None:
+        values = {name: getattr(record.machine, name) for name in _MACHINE_FIELDS}
+        pulse["machine"] = {name: None if value == wire.UNKNOWN else value for name, value in values.items()}
+    return pulse

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 import msgspec
+import numpy as np
 from fastapi import Response
 
 from ddpobs import wire
@@ -14,27 +15,42 @@ from ddpobs_server.web.packed_body import PackedBody, PackedResponse
 
 _MAX_CHARACTERS = 16_000_000
 """Maximum characters of names in a response."""
-_EVENTS = 1024
-"""Events of a trace that are encoded together."""
+_NUMBERS, _ITEMS = 2**16, 1024
+"""Numbers of a column, and items of an iterator, that are encoded together."""
 
 
 def json_response(body: dict[str, Any]) -> Response:
-    """Encode plain values, and columns of integers as lists."""
-    return Response(msgspec.json.encode(body, enc_hook=_to_list), media_type=wire.JSON)
+    """Encode plain values, and columns and iterators as lists, part by part."""
+    return PackedResponse(PackedBody(_encoded(body)), media_type=wire.JSON)
 
 
-def trace_response(trace: dict[str, Any]) -> Response:
-    """Encode a trace, whose events are an iterator, part by part."""
-
-    def parts() -> Iterator[bytes]:
-        rest = {name: value for name, value in trace.items() if name != "traceEvents"}
-        separator = b'{"traceEvents":['
-        while events := list(islice(trace["traceEvents"], _EVENTS)):
-            yield separator + msgspec.json.encode(events)[1:-1]
+def _encoded(value: Any) -> Iterator[bytes]:
+    """Iterate over the parts of the JSON text; only what is large, is divided."""
+    if isinstance(value, dict):
+        separator = b"{"
+        for name, item in value.items():
+            yield separator + msgspec.json.encode(str(name)) + b":"
+            yield from _encoded(item)
             separator = b","
-        yield (b"" if separator == b"," else separator) + b"]," + msgspec.json.encode(rest)[1:]
+        yield b"}" if value else b"{}"
+    elif isinstance(value, np.ndarray | Iterator):
+        separator = b"["
+        for block in _blocks(value):
+            yield separator + msgspec.json.encode(block)[1:-1]
+            separator = b","
+        yield b"[]" if separator == b"[" else b"]"
+    else:
+        yield msgspec.json.encode(value, enc_hook=_to_list)
 
-    return PackedResponse(PackedBody(parts()), media_type=wire.JSON)
+
+def _blocks(values: Any) -> Iterator[list[Any]]:
+    if isinstance(values, np.ndarray):
+        rows = max(1, _NUMBERS * len(values) // max(1, values.size))
+        for begin in range(0, len(values), rows):
+            yield values[begin : begin + rows].tolist()
+    else:
+        while block := list(islice(values, _ITEMS)):
+            yield block
 
 
 def columns_response(run: str, attempt: str, columns: dict[str, wire.Ints], next_step: int | None) -> Response:

@@ -31,7 +31,8 @@ class RunColumns(AttemptReader):
         In a pipeline these are compared within each stage.
 
         Without `first` and `last` the latest steps are used. Otherwise the response holds as many steps from `first` on
-        as fit, and `next` is the first step of the next response.
+        as fit, and `next` is the first step of the next response. `own_ns` and `excess_ns` are arrays, and `per_rank`
+        is an iterator, for a response that is encoded in parts.
         """
         end = None
         if first is None and last is None:
@@ -46,12 +47,12 @@ class RunColumns(AttemptReader):
             "attempt": self.attempt,
             "steps": joined.step.tolist(),
             "ranks": joined.ranks.tolist(),
-            "own_ns": joined.own_ns.astype(np.int64).tolist(),
-            "excess_ns": np.zeros(joined.own_ns.shape, np.int64).tolist(),  # A single rank has no excess.
+            "own_ns": joined.own_ns.astype(np.int64),
+            "excess_ns": np.zeros(joined.own_ns.shape, np.int64),  # A single rank has no excess.
             "delay_ns": [],
             "last_rank": [],
             "noise_ns": 0,
-            "per_rank": [],
+            "per_rank": iter(()),
             "next": None if end is None else end + 1,
         }
         if len(joined) and len(joined.ranks) > 1:

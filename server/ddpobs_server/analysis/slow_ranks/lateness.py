@@ -6,6 +6,7 @@ ranks leave a synchronisation together, so own times need no common clock.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -175,25 +176,28 @@ def mean_gain(joined: JoinedSteps, saved_ns: Floats) -> Gain:
 
 
 def lateness_table(joined: JoinedSteps) -> dict[str, Any]:
-    """Return excess, delay and last rank by step, and a summary per rank, in the form of the REST API."""
+    """Return excess, delay and last rank by step, and a summary per rank, in the form of the REST API.
+
+    `excess_ns` is an array of shape [steps, ranks], `per_rank` an iterator.
+    """
     late = lateness(joined)
     return {
-        "excess_ns": late.excess_ns.astype(np.int64).tolist(),
+        "excess_ns": late.excess_ns.astype(np.int64),
         "delay_ns": late.delay_ns.astype(np.int64).tolist(),
         "last_rank": joined.ranks[late.last].tolist(),
         "per_rank": _rank_summaries(joined, late),
     }
 
 
-def _rank_summaries(joined: JoinedSteps, late: Lateness) -> list[dict[str, Any]]:
+def _rank_summaries(joined: JoinedSteps, late: Lateness) -> Iterator[dict[str, Any]]:
     medians = np.median(joined.phases_ns, axis=0)
     excess = excesses(medians[None])[0]
     own = np.median(joined.own_ns, axis=0)
     late_share = late.late.mean(axis=0)
     last_share = np.bincount(late.last, minlength=len(joined.ranks)) / len(joined)
     delay = np.bincount(late.last, late.delay_ns, len(joined.ranks)) / len(joined)
-    return [
-        {
+    for index, rank in enumerate(joined.ranks.tolist()):
+        yield {
             "rank": rank,
             "last_share": round(float(last_share[index]), 4),
             "late_share": round(float(late_share[index]), 4),
@@ -201,5 +205,3 @@ def _rank_summaries(joined: JoinedSteps, late: Lateness) -> list[dict[str, Any]]
             "own_ns": round(float(own[index])),
             "excess_ns": dict(zip(wire.OWN_PHASES, map(round, excess[index].tolist()), strict=True)),
         }
-        for index, rank in enumerate(joined.ranks.tolist())
-    ]
