@@ -59,15 +59,22 @@ def _places(folder: Path, run: str | None, launch: str, until: float) -> list[Pl
         time.sleep(_POLL_S)
 
 
-def died_batch(last_place: Place) -> wire.Batch:
+def died_batch(last_place: Place, output: str = "") -> wire.Batch:
     """Build the batch that reports a death. It depends on the place alone, so that a repetition is equal.
 
     Its sequence number follows the last batch that the process built.
+
+    Args:
+        last_place: The place.
+        output: Last lines of the command's stderr, which only its `ddpobs run` has.
     """
     identity = last_place.identity
     at_ns = last_place.at_monotonic_ns if last_place.interrupted_ns is None else last_place.interrupted_ns
     kind = "died" if last_place.interrupted_ns is None else "interrupted"
-    event = wire.Event(kind=kind, at_ns=at_ns, step=max(0, last_place.step), detail=_detail(last_place, at_ns))
+    if identity.stage and last_place.exit_status == -signal.SIGTERM:  # A rank with telemetry reports it itself.
+        kind = "terminated"
+    detail = _detail(last_place, at_ns) | ({"output": output} if output else {})
+    event = wire.Event(kind=kind, at_ns=at_ns, step=max(0, last_place.step), detail=detail)
     return wire.Batch(
         version=wire.VERSION,
         run=identity.run,
@@ -79,15 +86,21 @@ def died_batch(last_place: Place) -> wire.Batch:
         emitted=last_place.emitted + 1,
         dropped=last_place.dropped,
         anchor=wire.Anchor(wall_ns=last_place.at_wall_ns, monotonic_ns=last_place.at_monotonic_ns),
+        hello=_hello(last_place) if identity.stage else None,
         events=[event],
     )
 
 
-def encoded(last_place: Place) -> Encoded:
+def encoded(last_place: Place, output: str = "") -> Encoded:
     """Return the batch that reports a death, as it is sent."""
-    batch = died_batch(last_place)
+    batch = died_batch(last_place, output)
     body = zstandard.compress(wire.encode(batch), 1)
     return Encoded(batch.run, batch.source, batch.seq, 1, body)
+
+
+def _hello(last_place: Place) -> wire.Hello:
+    """The rank had no telemetry, which would have sent one."""
+    return wire.Hello(host=last_place.identity.host, pid=last_place.pid, device="", backend="", versions={})
 
 
 def _detail(last_place: Place, event_ns: int) -> dict[str, wire.Scalar]:
@@ -99,6 +112,8 @@ def _detail(last_place: Place, event_ns: int) -> dict[str, wire.Scalar]:
         "step": last_place.step,
         "synchronised": last_place.synchronised,
     }
+    if last_place.identity.stage:
+        detail["stage"] = last_place.identity.stage
     if last_place.oom_kills is not None:
         detail["oom_kills"] = last_place.oom_kills
     status = last_place.exit_status

@@ -125,6 +125,8 @@ def _watch_optimizers(module: Any) -> None:
 
 def _explain(*_: object) -> None:
     """Print on rank 0, once, why this training has no telemetry; other doors than DDP's join it themselves."""
+    if not _was_joined():
+        _forget_place()
     if _explained or "ddpobs.horovod" in sys.modules or _was_joined():
         return
     _explained.append(True)
@@ -142,6 +144,14 @@ def _explain(*_: object) -> None:
             _print(f"no telemetry: {alone if size == 1 else unseen}")
     except Exception as error:
         _print(f"no telemetry: {error}")
+
+
+def _forget_place() -> None:
+    """Remove the early place of a rank that trains without telemetry: its later end is not one before its training."""
+    if "DDPOBS_EARLY_PLACE" in os.environ:
+        from ddpobs.recording.place.early_place import remove
+
+        remove(os.environ)
 
 
 def _was_joined() -> bool:
@@ -178,11 +188,23 @@ def _watch_failures(module: Any) -> None:
 
 
 def _watch_errors() -> None:
-    """In a rank, report an error that ends it before its first model; a program that a rank starts is no rank."""
-    if not (os.environ.get("RANK", "").isdigit() and os.environ.get("WORLD_SIZE", "").isdigit()):
+    """In a rank, report an error that ends it before its first model; a program that a rank starts is no rank.
+
+    A place that it leaves lets `ddpobs run` report a signal that ends it.
+    """
+    if not any(os.environ.get(name) for name in _RANKS):
         return
-    own = ":".join(os.environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"))
+    own = ":".join(os.environ.get(name, "") for name in (*_RANKS, "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"))
     if os.environ.get(_RANK) == own or "DDPOBS_RANK_PROCESSES" in os.environ:
+        return
+    try:
+        from ddpobs.recording.place.early_place import end_in_order, leave, rank_of, remove
+
+        if rank_of(os.environ) is None:
+            return
+        leave(os.environ)
+    except Exception as failure:
+        _print(f"errors before the first model are not reported: {failure}")
         return
     os.environ[_RANK] = own
     environ = dict(os.environ)  # The script may change the variables.
@@ -203,14 +225,20 @@ def _watch_errors() -> None:
             from ddpobs.launch.early_failure import report as send
 
             line = send(error, environ)
+            remove(environ)
             if line:
                 print(line, file=sys.stderr, flush=True)  # noqa: T201
         except Exception as failure:
             _print(f"the error is not reported: {failure}")
 
     sys.excepthook = excepthook
-    # A hook that the script installs may not call ours.
-    atexit.register(lambda: report(getattr(sys, "last_value", None)))
+
+    def end() -> None:
+        report(getattr(sys, "last_value", None))  # A hook that the script installs may not call ours.
+        if os.getpid() == pid:
+            end_in_order(environ)
+
+    atexit.register(end)
 
 
 def _advise(_model: Any) -> None:
@@ -235,6 +263,8 @@ _MAX_WAITS = 1000
 _advised: list[bool] = []
 _reported: list[bool] = []
 """Not empty if the error that ends this rank was reported."""
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+"""Variables with the rank of a process, by launcher."""
 _RANK = "DDPOBS_RANK"
 """Variable of a rank, by which a program that it starts knows that it is none."""
 _OF_LAUNCHERS = ("ChildFailedError", "SignalException")

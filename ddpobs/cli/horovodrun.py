@@ -12,6 +12,10 @@ from typing import Annotated
 import typer
 
 from ddpobs.cli.app import TRAIN, WRONG_USE, fail, main
+from ddpobs.cli.run import start
+from ddpobs.config import resolve
+from ddpobs.errors import ConfigError
+from ddpobs.recording.place.place_file import LAUNCH
 
 _NOT_STARTED = 127
 _THIS_HOST = ("localhost", "127.0.0.1")
@@ -99,8 +103,15 @@ def horovodrun(
         fail(str(error), WRONG_USE)
     if verbose:
         typer.echo(" ".join(launcher), err=True)
+    os.environ.update(set_here)
     try:
-        os.execvpe(launcher[0], launcher, os.environ | set_here)
+        config = resolve(None, os.environ)
+    except ConfigError as error:
+        fail(str(error), WRONG_USE)
+    if config is not None and LAUNCH not in os.environ:  # As under `ddpobs run`: early errors are reported.
+        start(config, launcher)
+    try:
+        os.execvpe(launcher[0], launcher, os.environ)
     except OSError as error:
         fail(f"{launcher[0]}: {error.strerror}", _NOT_STARTED)
 

@@ -36,7 +36,7 @@ from ddpobs.shared.words import LABEL_COLUMNS, finding_heading, finding_lines, l
 from ddpobs.wire import printable
 
 _MIN_SHARE, _MAX_PARTS = 0.01, 8
-_MIN_COLUMNS = 40
+_MIN_COLUMNS, _MAX_OUTPUT_LINES = 40, 10
 _MAX_NAMES = 8
 """Stages or ranks in a line."""
 
@@ -126,6 +126,8 @@ def _print(diagnosis: dict[str, Any], account: dict[str, Any], pipeline: dict[st
         for label, text in finding_lines(finding):
             for row, line in enumerate(_wrapped(printable(text))):
                 typer.echo(f"  {labelled('' if row else label, line)}")
+        for row, line in enumerate((finding["evidence"].get("output") or "").splitlines()[-_MAX_OUTPUT_LINES:]):
+            typer.echo(f"  {labelled('' if row else 'output', printable(line))}")
     typer.echo()
     for line in [*_account_lines(account), *_pipeline_lines(pipeline)]:
         typer.echo(line)

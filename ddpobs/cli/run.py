@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 import ddpobs
 from ddpobs.cli.app import TRAIN, CollectorOption, checked, main, settings
+from ddpobs.config import TelemetryConfig
 from ddpobs.export.spool import folder_of
 from ddpobs.launch.start import supervise
 from ddpobs.recording.place.last_place import FOLDER
@@ -29,15 +30,33 @@ def run(
 ) -> None:
     """Run a command and its child processes with telemetry.
 
-    Ranks that are killed are reported, and those that raise before their model is built. It ends as the command does,
-    with its exit status or by its signal.
+    It reports ranks that are killed or raise before their model is built, and a command that fails before. It ends as
+    the command does, with its exit status or by its signal.
     """
     config = settings(collector)
+    start(config, command, checked(config, run=run_id).run or "" if run_id is not None else None)
+
+
+def start(config: TelemetryConfig, command: list[str], run_id: str | None = None) -> NoReturn:
+    """Become the supervisor of a command with telemetry.
+
+    Args:
+        config: The settings.
+        command: The program and its arguments.
+        run_id: The run; None for the environment's.
+    """
     environ = dict(os.environ, DDPOBS_TELEMETRY=config.collector)
     if run_id is not None:
-        environ["DDPOBS_RUN"] = checked(config, run=run_id).run or ""
+        environ["DDPOBS_RUN"] = run_id
     autoload = str(Path(ddpobs.__file__).parent / "autoload")
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (autoload, os.environ.get("PYTHONPATH"))))
     own_environ = environ | {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     places = folder_of(config.spool).absolute() / FOLDER
-    supervise(command, environ, own_environ, places, lambda reason: typer.echo(f"ddpobs: {reason}", err=True))
+    supervise(
+        command,
+        environ,
+        own_environ,
+        places,
+        lambda reason: typer.echo(f"ddpobs: {reason}", err=True),
+        keep_output=config.traceback,
+    )

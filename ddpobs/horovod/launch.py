@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ddpobs.errors import HorovodError
+from ddpobs.launch.early_failure import report_early
 
 _THIS_HOST = ("localhost", "127.0.0.1")
 
@@ -68,4 +69,8 @@ def run(
 
 
 def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
+    try:
+        return func(*args, **kwargs)
+    except Exception as error:
+        report_early(error)
+        raise

@@ -1,15 +1,12 @@
-"""Report of an error that ends a rank before it has telemetry: at an import, in `init_process_group`, in its data set.
-
-No rank has agreed on an attempt then. So its id is a hash of what the ranks of one launch share.
-"""
+"""Report of an error that ends a rank before it has telemetry: at an import, in `init_process_group`, in its data."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import secrets
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -20,25 +17,13 @@ import zstandard
 import ddpobs
 from ddpobs import wire
 from ddpobs.client.reader import page_address
-from ddpobs.config import TelemetryConfig, from_environment
+from ddpobs.config import TelemetryConfig, from_environment, resolve
 from ddpobs.export.http_sender import Outcome, Sender
 from ddpobs.export.spool import Encoded, Spool, folder_of
-from ddpobs.ranks.run_name import run_name
+from ddpobs.never_raises import never_raises
 from ddpobs.recording.error_text import describe
-from ddpobs.recording.place.place_file import LAUNCH
+from ddpobs.recording.place.early_place import START, early_attempt, early_run_name, note_joined, rank_of
 
-_LAUNCH = (
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "SLURM_RESTART_COUNT",
-)
-"""Variables that the ranks of one attempt share, and of which one differs in the next."""
-_LOOPBACK = ("", "localhost", "127.0.0.1", "::1")
-"""Addresses of a launch on one host, whose ranks mostly share a `ddpobs run`."""
 _GROUP = "init_process_group"
 
 
@@ -47,19 +32,20 @@ def report(error: BaseException, environ: Mapping[str, str]) -> str:
 
     Args:
         error: The error that ends the process.
-        environ: The process's environment, with `RANK` and `WORLD_SIZE`.
+        environ: The process's environment, with its rank.
 
     Returns:
         A line for the terminal; empty if the settings want none.
     """
     config = from_environment(environ)
-    run = config.run or run_name(environ)
+    run = early_run_name(environ)
     batch = _batch(error, config, run, environ)
     body = zstandard.compress(wire.encode(batch), 1)
     spool, encoded = Spool(folder_of(config.spool), int(config.spool_mb * 1e6)), Encoded(run, batch.source, 0, 1, body)
     with suppress(OSError):  # The launcher may end this process before the response.
         spool.put(encoded, batch.anchor.wall_ns, lambda *_: None)
     sender = Sender(config)
+    note_joined(environ)
     response = sender.send(run, batch.source, 0, body, min(config.timeout_s, config.exit_s))
     sender.close()
     if response.outcome not in (Outcome.RETRY, Outcome.FORBIDDEN):
@@ -73,20 +59,29 @@ def report(error: BaseException, environ: Mapping[str, str]) -> str:
     return f"ddpobs: rank {batch.rank} failed {where}: {address}"
 
 
+@never_raises
+def report_early(error: BaseException) -> None:
+    """Report an error of this rank unless it has telemetry, which reports the error, or wants none."""
+    telemetry = sys.modules.get("ddpobs.telemetry")
+    if (telemetry is None or not telemetry.was_joined()) and resolve(None, os.environ) is not None:
+        text = report(error, os.environ)
+        if text:
+            print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
 def _batch(error: BaseException, config: TelemetryConfig, run: str, environ: Mapping[str, str]) -> wire.Batch:
     anchor = wire.Anchor(wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns())
     functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
-    detail: dict[str, wire.Scalar] = {"stage": _GROUP if _GROUP in functions else "start", "wall_ns": anchor.wall_ns}
-    launch = environ.get(LAUNCH, "") if environ.get("MASTER_ADDR", "") in _LOOPBACK else ""
-    shared = " ".join([run, launch, *(environ.get(name, "") for name in _LAUNCH)])
+    detail: dict[str, wire.Scalar] = {"stage": _GROUP if _GROUP in functions else START, "wall_ns": anchor.wall_ns}
+    rank, world_size = rank_of(environ) or (0, 1)
     return wire.Batch(
         version=wire.VERSION,
         run=run,
-        attempt=hashlib.sha256(shared.encode()).hexdigest()[:16],
+        attempt=early_attempt(run, environ),
         source=secrets.token_hex(8),
         seq=0,
-        rank=int(environ["RANK"]),
-        world_size=int(environ["WORLD_SIZE"]),
+        rank=rank,
+        world_size=world_size,
         emitted=1,
         dropped=0,
         anchor=anchor,

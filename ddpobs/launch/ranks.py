@@ -13,20 +13,24 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddpobs.recording.place.place_file import (
     IDENTITY_AT,
+    PHASES,
     SIZE,
     SUFFIX,
     Slot,
     identity_of,
     interrupt_file,
     is_running,
+    joined_file,
     process_space,
 )
+from ddpobs.recording.probes import oom_kills
 
 _LOOK_S = 1.0
 _OTHERS_S = 0.5
@@ -36,18 +40,34 @@ _AGAIN_S = 30.0
 _LAST_ENDS_S = 1.0
 """Longest wait for the end of ranks after the command's end."""
 _OLD_S = 86_400.0
-_PHASES = 6
-"""Number of `wire.PHASES`, of which `other` is the last."""
-_REPORT = "import sys; sys.path.append(sys.argv[3]); from ddpobs.launch.report import main; main(*sys.argv[1:3])"
+_REPORT = "import sys; sys.path.append(sys.argv.pop(1)); from ddpobs.launch.report import main; main(*sys.argv[1:])"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A `ddpobs run`.
+
+    Attributes:
+        id: Its id; ranks of others are left alone.
+        script: Name of the command's script, or of its program.
+        root: Folder of the package ddpobs, for the report.
+        mask: Signals that the report's process blocks.
+    """
+
+    id: str
+    script: str
+    root: str
+    mask: set[int]
 
 
 @dataclass
 class _Rank:
-    """A rank of this launch; `ended_s` is 0 while its process runs."""
+    """A rank of this launch; `ended_s` is 0 while its process runs, and an early one has no telemetry yet."""
 
     path: Path
     pid: int
     started: int
+    is_early: bool
     descriptor: int = -1
     ended_s: float = 0.0
 
@@ -57,17 +77,18 @@ class Ranks:
 
     Args:
         folder: Folder of the places, which the first rank makes.
-        launch: Id of this `ddpobs run`; ranks of others are left alone.
-        root: Folder of the package ddpobs, for the report.
-        mask: Signals that the report's process blocks.
+        launch: This `ddpobs run`.
+        output: Returns the last bytes that the command has written to stderr.
 
     Attributes:
         reports: Process numbers of the reports under way.
     """
 
-    def __init__(self, folder: Path, launch: str, root: str, mask: set[int]) -> None:
-        self._folder, self._launch, self._root, self._mask = folder, launch, root, mask
+    def __init__(self, folder: Path, launch: Launch, output: Callable[[], bytes]) -> None:
+        self._folder, self._launch, self._output = folder, launch, output
         self._space = process_space()
+        self._memory_events = oom_kills.path()
+        self._kills = oom_kills.count(self._memory_events)
         self._clocks = time.time_ns(), time.monotonic_ns()
         self._ranks: dict[str, _Rank | None] = {}
         self._poll = select.poll()
@@ -79,14 +100,19 @@ class Ranks:
     def note_interrupt(self) -> None:
         """Show the ranks, and whoever reports them, that SIGINT has arrived."""
         with suppress(OSError):
-            interrupt_file(self._folder, self._launch).write_bytes(b"")
+            interrupt_file(self._folder, self._launch.id).write_bytes(b"")
 
     def reported(self, pid: int) -> None:
         """Note the end of a report's process."""
         self.reports.discard(pid)
 
-    def finish(self) -> None:
-        """Report at once the ranks that did not end in order; for the end of the command."""
+    def finish(self, pid: int, status: int) -> None:
+        """Report at once the ranks that did not end in order, or the command if it failed before any rank joined.
+
+        Args:
+            pid: Process number of the command, which may be a rank.
+            status: Its exit status, negative for a signal.
+        """
         until = time.monotonic() + _LAST_ENDS_S
         while True:
             with self._lock:
@@ -96,16 +122,26 @@ class Ranks:
                 break
             time.sleep(0.01)
         with self._lock:
-            self._report(0.0)
+            for rank in self._ranks.values():
+                if rank is not None and rank.pid == pid:
+                    with suppress(OSError):
+                        _write(rank.path, Slot.EXIT_SEEN, 1, status)
+            self._report(0.0, 0 if joined_file(self._folder, self._launch.id).exists() else status)
 
     def close(self) -> None:
-        """Remove the note of an interrupt, unless a rank's place still needs it, and old ones of other launches."""
+        """Remove the notes, but that of an interrupt if a rank's place still needs it, and old ones of other launches.
+
+        Places that nobody has reported stay for the next attempt, unless their rank ended in order.
+        """
+        ranks = [rank for rank in list(self._ranks.values()) if rank is not None]
         with suppress(OSError):
-            for note in self._folder.glob(interrupt_file(Path(), "*").name):
-                is_own = note == interrupt_file(self._folder, self._launch)
-                is_needed = any(rank is not None and rank.path.exists() for rank in list(self._ranks.values()))
-                if (is_own and not is_needed) or time.time() - note.stat().st_mtime > _OLD_S:
-                    note.unlink(missing_ok=True)
+            is_needed = any(rank.path.exists() for rank in ranks if not _ended_in_order(rank))
+            for launch in (self._launch.id, "*"):
+                for file in (interrupt_file, joined_file):
+                    for note in self._folder.glob(file(Path(), launch).name):
+                        is_own = launch != "*" and not (is_needed and file is interrupt_file)
+                        if is_own or time.time() - note.stat().st_mtime > _OLD_S:
+                            note.unlink(missing_ok=True)
 
     def _watch(self) -> None:
         while True:
@@ -136,11 +172,11 @@ class Ranks:
         identity = identity_of(page)
         if identity is None:
             return
-        if (identity.launch, identity.process_space) != (self._launch, self._space):
+        if (identity.launch, identity.process_space) != (self._launch.id, self._space):
             self._ranks[name] = None
             return
         slots = memoryview(page[:IDENTITY_AT]).cast("q")
-        rank = self._ranks[name] = _Rank(path, slots[Slot.PID], slots[Slot.STARTED])
+        rank = self._ranks[name] = _Rank(path, slots[Slot.PID], slots[Slot.STARTED], bool(identity.stage))
         if watched:
             with suppress(OSError):
                 _write(path, Slot.WATCHED, 1)
@@ -159,11 +195,13 @@ class Ranks:
         for order, rank in enumerate(sorted(ranks, key=_progress)):
             rank.ended_s = time.monotonic()
             self._forget(rank)
-            if now_ns:
+            # The place of a rank without telemetry has the time of its start alone.
+            ended_ns = now_ns or (time.monotonic_ns() if rank.is_early else 0)
+            if ended_ns and not _has_end(rank):
                 with suppress(OSError):
                     # One pair of clocks for all: those of the ranks, each read apart, would mix up close ends.
                     _write(rank.path, Slot.WALL_NS, *self._clocks)
-                    _write(rank.path, Slot.ENDED_NS, now_ns + order)
+                    _write(rank.path, Slot.ENDED_NS, ended_ns + order)
 
     def _forget(self, rank: _Rank | None) -> None:
         if rank is not None and rank.descriptor >= 0:
@@ -172,25 +210,60 @@ class Ranks:
             os.close(rank.descriptor)
             rank.descriptor = -1
 
-    def _report(self, after_s: float) -> None:
-        """Start a report if a rank ended that long ago and its place is still there."""
+    def _report(self, after_s: float, status: int = 0) -> None:
+        """Start a report if a rank ended that long ago and its place is still there, or for a command's exit status."""
         due_s = time.monotonic() - after_s
-        ended = [rank for rank in self._ranks.values() if rank is not None and rank.ended_s]
-        if self.reports or not any(rank.ended_s <= due_s for rank in ended):
+        ended = [rank for rank in self._ranks.values() if rank is not None and rank.ended_s and rank.ended_s <= due_s]
+        if self.reports or not ([rank for rank in ended if not _ended_in_order(rank)] or status):
             return
         self._again_s = time.monotonic() + _AGAIN_S
-        command = [sys.executable, "-P", "-c", _REPORT, str(self._folder), self._launch, self._root]
+        kills = oom_kills.count(self._memory_events)
+        killed = max(0, kills - self._kills) if kills is not None and self._kills is not None else 0
+        launch = self._launch
+        arguments = [launch.root, str(self._folder), launch.id, launch.script, str(status), str(killed)]
         with suppress(OSError):
-            # A group of its own: Ctrl-C must not end the report of the ranks that it ended.
-            pid = os.posix_spawn(sys.executable, command, os.environ, setpgroup=0, setsigmask=self._mask)
-            self.reports.add(pid)
+            read, write = os.pipe()
+            try:
+                os.write(write, self._output())  # It is less than a pipe holds.
+                os.close(write)
+                # A group of its own: Ctrl-C must not end the report of the ranks that it ended.
+                pid = os.posix_spawn(
+                    sys.executable,
+                    [sys.executable, "-P", "-c", _REPORT, *arguments],
+                    os.environ,
+                    file_actions=[(os.POSIX_SPAWN_DUP2, read, 0)],
+                    setpgroup=0,
+                    setsigmask=launch.mask,
+                )
+                self.reports.add(pid)
+            finally:
+                os.close(read)
+
+
+def _has_end(rank: _Rank) -> bool:
+    """Whether the rank's parent has noted its end."""
+    with suppress(OSError, ValueError):
+        return bool(memoryview(rank.path.read_bytes()[:IDENTITY_AT]).cast("q")[Slot.ENDED_NS])
+    return True
+
+
+def _ended_in_order(rank: _Rank) -> bool:
+    """Whether a rank without telemetry ran its exit handlers, and no parent saw an error; its place is removed then."""
+    try:
+        slots = memoryview(rank.path.read_bytes()[:IDENTITY_AT]).cast("q")
+    except (OSError, ValueError):
+        return True
+    if is_orderly := bool(slots[Slot.ORDERLY]) and not slots[Slot.EXIT_STATUS]:
+        with suppress(OSError):
+            rank.path.unlink(missing_ok=True)
+    return is_orderly
 
 
 def _progress(rank: _Rank) -> tuple[int, int]:
     """Position of a rank in its training: finished backward passes, and the phase; a step begins in `other`."""
     try:
         slots = memoryview(rank.path.read_bytes()[:IDENTITY_AT]).cast("q")
-        return slots[Slot.SYNCHRONISED], (slots[Slot.PHASE] + 1) % _PHASES
+        return slots[Slot.SYNCHRONISED], (slots[Slot.PHASE] + 1) % PHASES
     except (OSError, ValueError, LookupError):
         return 0, 0
 

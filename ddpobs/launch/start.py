@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import secrets
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +15,10 @@ from pathlib import Path
 from typing import NoReturn
 
 import ddpobs
+from ddpobs.launch.output import Output
 from ddpobs.launch.witness import Witness
-from ddpobs.recording.place.place_file import LAUNCH
+from ddpobs.ranks.run_name import new_launch
+from ddpobs.recording.place.place_file import LAUNCH, PLACES
 
 NOT_STARTED = 127
 """Exit status of a command that cannot be started, as a shell's."""
@@ -32,6 +33,8 @@ def supervise(
     own_environ: Mapping[str, str],
     places: Path,
     fail: Callable[[str], object],
+    *,
+    keep_output: bool = True,
 ) -> NoReturn:
     """Start a command and supervise it; this process ends as the command does.
 
@@ -41,17 +44,20 @@ def supervise(
         own_environ: The environment in which the supervisor reports ranks.
         places: Folder in which the ranks leave their places.
         fail: Called in the child if the program cannot be started, with the reason.
+        keep_output: Whether a report of a failure may have the last lines of the command's stderr.
     """
-    launch, parent = secrets.token_hex(8), os.getpid()
+    launch, parent = new_launch(), os.getpid()
     end_with_parent = _ending_with(parent)
     sys.stdout.flush()
     sys.stderr.flush()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     witness = Witness.begin()
+    output, stderr = Output.begin(keep=keep_output)
     pid = os.fork()
     if pid == 0:
         end_with_parent()
-        _become(command, {**environ, LAUNCH: launch}, before, fail)
+        output.give(stderr)
+        _become(command, {**environ, LAUNCH: launch, PLACES: str(places)}, before, fail)
     supervisor = Path(__file__).with_name("supervisor.py")
     root = Path(ddpobs.__file__).parents[1]
     # Neither `site` nor the folder of the script: the supervisor uses the standard library and the format of places.
@@ -62,9 +68,16 @@ def supervise(
         str(places),
         launch,
         ",".join(str(int(number)) for number in before),
+        Path(script_of(command)).stem,
+        output.hand_over(),
         *witness.hand_over(),
     ]
     os.execve(sys.executable, [*python, *arguments], dict(own_environ))
+
+
+def script_of(command: Sequence[str]) -> str:
+    """Return the script in a command, or the program."""
+    return next((word for word in command if word.endswith(".py")), command[0])
 
 
 def _ending_with(parent: int) -> Callable[[], object]:

@@ -38,10 +38,11 @@ class Supervisor:
         pid: Process number of the command.
         ranks: Watches and reports the ranks of this launch.
         witness: Shows which signals the whole process group got.
+        output: The command's stderr.
     """
 
-    def __init__(self, pid: int, ranks: Ranks, witness: Witness) -> None:
-        self._pid, self._ranks, self._witness = pid, ranks, witness
+    def __init__(self, pid: int, ranks: Ranks, witness: Witness, output: Output) -> None:
+        self._pid, self._ranks, self._witness, self._output = pid, ranks, witness, output
         self._status: int | None = None
 
     def run(self) -> int:
@@ -86,9 +87,10 @@ class Supervisor:
                 self._witness.ended(pid)
 
     def _finish(self, signals: set[signal.Signals]) -> None:
-        """Report the ranks that were killed; a signal ends the wait."""
+        """Report the ranks that were killed, or else the failure of the command; a signal ends the wait."""
         until = time.monotonic() + _REPORT_S
-        self._ranks.finish()
+        self._output.finish()
+        self._ranks.finish(self._pid, os.waitstatus_to_exitcode(self._status or 0))
         while self._ranks.reports and (left_s := until - time.monotonic()) > 0:
             arrived = signal.sigtimedwait(signals, left_s)
             if arrived is not None and arrived.si_signo != signal.SIGCHLD and arrived.si_code != _SI_KERNEL:
@@ -109,38 +111,46 @@ def end_as(status: int) -> NoReturn:
     os._exit(os.waitstatus_to_exitcode(status))
 
 
-def _let_go_of_streams(kept: tuple[int, int]) -> None:
+def _let_go_of_streams(kept: list[int]) -> None:
     """Keep stderr and these: a reader of the command's output must see its end when the command closes it."""
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
-    first, last = sorted(kept)
-    for descriptor in kept:
+    first = 3
+    for descriptor in sorted(kept):
         os.set_inheritable(descriptor, False)
-    os.closerange(3, first)
-    os.closerange(first + 1, last)
-    os.closerange(last + 1, max(last + 2, min(65536, os.sysconf("SC_OPEN_MAX"))))
+        os.closerange(first, descriptor)
+        first = descriptor + 1
+    os.closerange(first, max(first + 1, min(65536, os.sysconf("SC_OPEN_MAX"))))
 
 
-def main(pid: str, root: str, places: str, launch: str, mask: str, *witness: str) -> NoReturn:
+def main(  # noqa: PLR0917
+    pid: str, root: str, places: str, launch: str, mask: str, script: str, stderr: str, *witness: str
+) -> NoReturn:
     """Supervise the command with that process number; the arguments are `start.supervise`'s."""
     witness_pid, *pipe = map(int, witness)
-    _let_go_of_streams((pipe[0], pipe[1]))
-    ranks = Ranks(Path(places), launch, root, {int(number) for number in mask.split(",") if number})
+    kept = int(stderr.partition(":")[0])
+    _let_go_of_streams([*pipe, *([kept] if kept >= 0 else [])])
+    output = Output.taken_over(stderr)
+    blocked = {int(number) for number in mask.split(",") if number}
+    ranks = Ranks(Path(places), Launch(launch, script, root, blocked), output.last)
     status = 0
     try:
-        status = Supervisor(int(pid), ranks, Witness(witness_pid, (pipe[0], pipe[1]))).run()
+        status = Supervisor(int(pid), ranks, Witness(witness_pid, (pipe[0], pipe[1])), output).run()
     except Exception as error:
         print(f"ddpobs: the command is no longer supervised: {error!r}", file=sys.stderr, flush=True)  # noqa: T201
         status = os.waitpid(int(pid), 0)[1]
+        output.finish()
     finally:
         ranks.close()
+        output.leave_behind()
     end_as(status)
 
 
 if __name__ == "__main__":
     sys.path.append(sys.argv[2])
-    from ddpobs.launch.ranks import Ranks
+    from ddpobs.launch.output import Output
+    from ddpobs.launch.ranks import Launch, Ranks
     from ddpobs.launch.witness import Witness
 
     main(*sys.argv[1:])

@@ -1,6 +1,7 @@
 """Name of a run that nobody named: the launcher's, otherwise the script's name with the time.
 
-A restart under the same launcher gets the same name, so that it becomes an attempt of the run.
+A restart under the same launcher gets the same name, so that it becomes an attempt of the run. It uses the standard
+library alone: each rank under `ddpobs run` imports it at its start.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ddpobs.wire.text import as_run_id
-
 _INTERACTIVE = frozenset({"", "interactive", "bash", "sh", "zsh", "fish", "wrap"})
 """Names that Slurm gives a job in which a person may start one training after another."""
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
@@ -26,6 +25,8 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.ASCII)
 _KUBEFLOW = re.compile(r"(.+)-(?:master|worker|chief|launcher)-\d+", re.ASCII)
 _POD_SUFFIX = re.compile(r"(.+)-[bcdfghjklmnpqrstvwxz2456789]{5}", re.ASCII)
 """Suffix that Kubernetes draws for the pods of a job (alphabet of its `SafeEncodeString`)."""
+_NO_RUN_ID = re.compile(r"[^A-Za-z0-9._-]", re.ASCII)
+"""A character that `ddpobs.wire.text.RUN_ID` does not have."""
 _PARENT_CHARACTERS = 39
 """The rest of a run id is the name from a script."""
 RANKS = "DDPOBS_RANK_PROCESSES"
@@ -34,14 +35,22 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Variable of torchrun's agent, which has another value for each rank and attempt."""
 
 
-def run_name(environ: Mapping[str, str] | None = None) -> str:
+def as_run_id(text: str) -> str:
+    """The nearest run id to a launcher's or a script's name."""
+    run = _NO_RUN_ID.sub("-", text)[:128]
+    return run if run.strip(".") else f"run{run}"
+
+
+def run_name(environ: Mapping[str, str] | None = None, launch: str = "", script: str = "") -> str:
     """Return a name for a run whose settings have none.
 
     Args:
         environ: The process's environment.
+        launch: Id of the `ddpobs run`, for a process that ends before its rank agrees on a name with the others.
+        script: Name of the script; empty for the one that this process runs.
     """
     environ = os.environ if environ is None else environ
-    return launcher_run_name(environ) or _from_script(environ)
+    return launcher_run_name(environ) or _from_script(environ, launch=launch, script=script)
 
 
 def child_run_name(chosen: str | None, ranks: Mapping[int, str], environ: Mapping[str, str] | None = None) -> str:
@@ -124,23 +133,31 @@ def _lsf_job(environ: Mapping[str, str]) -> str | None:
     return "-".join(filter(None, (name.partition("[")[0], job)))
 
 
-def _from_script(environ: Mapping[str, str], above: Collection[int] = ()) -> str:
+def new_launch() -> str:
+    """Return an id for a `ddpobs run`: 16 hexadecimal digits that begin with its Unix time."""
+    return f"{int(time.time()):08x}{secrets.token_hex(4)}"
+
+
+def _from_script(environ: Mapping[str, str], above: Collection[int] = (), launch: str = "", script: str = "") -> str:
     """Return the script's name with a time and six hexadecimal digits.
 
-    Under torchrun both belong to its agent, which starts the ranks again after a failure. Otherwise each call returns
-    another name.
+    Under torchrun both belong to its agent, which starts the ranks again after a failure. Otherwise they belong to the
+    launch, and without one each call returns another name.
 
     Args:
         environ: The process's environment.
         above: Ranks that started this process; an agent above one of them is not its own.
+        launch: As `run_name`'s.
+        script: As `run_name`'s.
     """
-    began_s, digits = time.time(), secrets.token_hex(3)
+    began_s = float(int(launch[:8], 16)) if launch else time.time()
+    digits = launch[-6:] or secrets.token_hex(3)
     agent = _agent(environ, above)
     if agent is not None and (ticks := start_ticks(agent)) is not None:
         began_s = _boot_s() + ticks / os.sysconf("SC_CLK_TCK")
         key = f"{socket.gethostname()} {environ['TORCHELASTIC_RUN_ID']} {agent} {ticks} {_boot_s()}"
         digits = hashlib.sha256(key.encode()).hexdigest()[:6]
-    return as_run_id(f"{_script()[:64]}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(began_s))}-{digits}")
+    return as_run_id(f"{(script or _script())[:64]}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime(began_s))}-{digits}")
 
 
 def _agent(environ: Mapping[str, str], above: Collection[int]) -> int | None:
@@ -168,8 +185,10 @@ def _environ_of(pid: int) -> dict[str, str]:
 
 
 def _script() -> str:
-    """Return the name of the script or module that the process runs."""
+    """Return the name of the script or module that the process runs, also before the interpreter has found it."""
     path = Path(sys.argv[0] if sys.argv else "")
+    if path.name == "-m" and "-m" in sys.orig_argv[:-1]:
+        return sys.orig_argv[sys.orig_argv.index("-m") + 1].rpartition(".")[2]
     if path.stem == "__main__":
         path = path.parent
     return path.stem if path.stem not in ("", "-c", "-m") else "python"

@@ -70,11 +70,16 @@ def _parents() -> Iterator[int]:
 
 
 def _identified(folder: Path) -> Iterator[tuple[int, str]]:
-    """Yield process number and run of each process of this host with a place."""
+    """Yield process number and run of each rank of this host that has telemetry."""
     for path in folder.glob(f"*{SUFFIX}"):
         with suppress(OSError, ValueError, TypeError, LookupError):
             page = path.read_bytes()
             slots, identity = memoryview(page[:IDENTITY_AT]).cast("q"), identity_of(page)
             pid = slots[Slot.PID]
-            if identity and identity.process_space == process_space() and is_running(pid, slots[Slot.STARTED]):
+            if (
+                identity
+                and not identity.stage
+                and identity.process_space == process_space()
+                and is_running(pid, slots[Slot.STARTED])
+            ):
                 yield pid, identity.run

@@ -34,7 +34,9 @@ class EndFacts(Record, frozen=True, kw_only=True):
         message: Its message.
         traceback: Last lines of its traceback.
         place: Innermost lines of the user's code in it, such as `train.py:57 → dataset.py:31 __getitem__`.
-        stage: `start` or `init_process_group` where the rank had no telemetry yet; else empty.
+        stage: `start` or `init_process_group` where the rank had no telemetry yet; `command` for the command under
+            `ddpobs run`, which ended before any rank had it; else empty.
+        output: Last lines that the command wrote to stderr; empty if they are not known.
         signal: Signal that ended the process; empty without one.
         exit_status: Exit status of the process; None if it is not known.
         oom_kills: Number of processes that the kernel killed on that host for want of memory.
@@ -53,6 +55,7 @@ class EndFacts(Record, frozen=True, kw_only=True):
     traceback: str = ""
     place: Name = ""
     stage: Name = ""
+    output: str = ""
     signal: Name = ""
     exit_status: _Status | None = None
     oom_kills: Count = 0

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-RUN_ID_CHARACTERS = "A-Za-z0-9._-"
-"""Characters of a run id, as the inside of a regular expression's brackets."""
-RUN_ID = rf"[{RUN_ID_CHARACTERS}]{{1,128}}"
+RUN_ID = "[A-Za-z0-9._-]{1,128}"
 """Regular expression of a run id's characters and length; it also matches `.` and `..`."""
 STRICT_RUN_ID = rf"^(?!\.{{1,2}}\Z){RUN_ID}\Z"
 """Whole regular expression of a run id.
@@ -19,13 +17,6 @@ NONCE = "[0-9a-f]{16}"
 
 MAX_TAGS, TAG_CHARACTERS, NOTE_CHARACTERS = 16, 64, 2000
 """Maximum number of tags of a run, of characters of a tag, and of characters of a note."""
-
-
-def as_run_id(text: str) -> str:
-    """The nearest run id to a launcher's or a script's name."""
-    run = re.sub(f"[^{RUN_ID_CHARACTERS}]", "-", text)[:128]
-    return run if run.strip(".") else f"run{run}"
-
 
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 

@@ -226,6 +226,7 @@ def test_the_list_of_a_batchs_content_has_the_source_lines_that_a_traceback_send
     assert set(without) == {"error"}
     content = OPERATIONS.partition("**Content of a batch.**")[2].partition("\n\n")[0]
     assert "lines of source code" in content
+    assert "last lines of a failed command's stderr" in content
     assert "`DDPOBS_TRACEBACK=0`" in content
 
 

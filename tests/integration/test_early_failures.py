@@ -51,20 +51,24 @@ def test_an_attempt_has_one_id_and_the_next_one_another(tmp_path: Path) -> None:
     assert first == second != third
 
 
-@pytest.mark.parametrize("code", [CHILD, "raise KeyboardInterrupt", "raise SystemExit(1)", "print(1)"])
+@pytest.mark.parametrize("code", [CHILD, "raise KeyboardInterrupt", "print(1)"])
 def test_nothing_is_reported_that_is_no_error_of_the_rank(code: str, tmp_path: Path) -> None:
     with collector(acknowledge) as seen:
         assert "ddpobs:" not in run(code, seen.url, tmp_path)
         assert not seen.puts
 
 
-@pytest.mark.parametrize(
-    "environ", [{"RANK": ""}, {"DDPOBS_RANK_PROCESSES": "1:2:job:r"}], ids=["tool", "below a rank"]
-)
-def test_a_program_that_is_no_rank_of_the_run_is_not_reported(environ: dict[str, str], tmp_path: Path) -> None:
+def test_a_program_below_a_rank_is_not_reported(tmp_path: Path) -> None:
     with collector(acknowledge) as seen:
-        run("1 / 0", seen.url, tmp_path, **environ)
+        run("1 / 0", seen.url, tmp_path, DDPOBS_RANK_PROCESSES="1:2:job:r")
         assert not seen.puts
+
+
+def test_a_program_without_a_rank_is_reported_as_the_command(tmp_path: Path) -> None:
+    with collector(acknowledge) as seen:
+        run("1 / 0", seen.url, tmp_path, RANK="")
+    (batch,) = batches(seen)
+    assert batch.events[0].detail["stage"] == "command"
 
 
 def test_a_report_that_does_not_arrive_waits_in_the_spool(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ class Place:
         exit_status: Exit status that its parent saw, negative for a signal; None if no parent recorded it.
         interrupted_ns: Monotonic time of the SIGINT that ended it, which it or its `ddpobs run` got; None without one.
         watched: Whether its `ddpobs run` watches it, and reports its end.
+        orderly: Whether a rank without telemetry ran its exit handlers, and no parent saw an exit status of an error.
         path: The file, or the link to it.
     """
 
@@ -66,6 +67,7 @@ class Place:
     exit_status: int | None
     interrupted_ns: int | None
     watched: bool
+    orderly: bool
     path: Path
 
     def remove(self) -> None:
@@ -75,10 +77,15 @@ class Place:
 
 
 def places_of_the_dead(folder: Path) -> Iterator[Place]:
-    """Yield the places of processes that ended without removing their file.
+    """Return the places of processes that ended without removing their file.
 
-    Any other file is passed over: cut, foreign, or of a process that may still run.
+    Any other file is passed over: cut, foreign, of a process that may still run, or of a rank without telemetry that
+    ended in order.
     """
+    return (place for place in _ended_places(folder) if not place.orderly)
+
+
+def _ended_places(folder: Path) -> Iterator[Place]:
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         last_place = None
         with suppress(OSError, ValueError, TypeError, LookupError):
@@ -88,18 +95,21 @@ def places_of_the_dead(folder: Path) -> Iterator[Place]:
 
 
 def note_exit(folder: Path, pid: int, status: int) -> None:
-    """Write the exit status of a child that has ended into its place, if it left one; for the parent process.
+    """Write the exit status of a child that has ended, and now as its end, into its place; for the parent process.
 
     Args:
         folder: Folder of the places.
         pid: Process number of the child.
         status: Its exit status, negative for a signal, as `subprocess` returns it.
     """
-    for last_place in places_of_the_dead(folder):
+    for last_place in _ended_places(folder):
         if last_place.pid == pid and last_place.identity.process_space == process_space():
             with suppress(OSError), last_place.path.open("r+b") as file:
                 file.seek(8 * Slot.EXIT_SEEN)
                 file.write(struct.pack("=qq", 1, status))
+                if last_place.identity.stage:
+                    file.seek(8 * Slot.ENDED_NS)
+                    file.write(struct.pack("=q", time.monotonic_ns()))
 
 
 def _read(path: Path) -> Place | None:
@@ -132,6 +142,7 @@ def _read(path: Path) -> Place | None:
         exit_status=slots[Slot.EXIT_STATUS] if slots[Slot.EXIT_SEEN] else None,
         interrupted_ns=_interrupted_ns(slots, launch_interrupt_ended(path.parent, identity.launch, at_wall_ns)),
         watched=bool(slots[Slot.WATCHED]),
+        orderly=bool(slots[Slot.ORDERLY]) and not slots[Slot.EXIT_STATUS],
         path=path,
     )
 

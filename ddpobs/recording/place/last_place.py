@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from ddpobs import wire
+from ddpobs.recording.place import early_place
 from ddpobs.recording.place.place_file import (
     IDENTITY_AT,
     LAUNCH,
@@ -99,7 +100,7 @@ class LastPlace:
         return {"phase": phase, "module": module, "bucket": bucket, "synchronised": synchronised}
 
     def identify(self, identity: PlaceIdentity) -> None:
-        """Write the identity; a file without one is of no use to a reader."""
+        """Write the identity; a file without one is of no use to a reader. It replaces the rank's early place."""
         if self._map is not None:
             identity = replace(
                 identity,
@@ -110,6 +111,7 @@ class LastPlace:
             text = json.dumps(asdict(identity)).encode()
             if len(text) <= SIZE - IDENTITY_AT - 8:
                 self._map[IDENTITY_AT : IDENTITY_AT + 8 + len(text)] = len(text).to_bytes(8, "little") + text
+        early_place.note_joined(os.environ)
 
     def batch_built(self, seq: int, emitted: int, dropped: int) -> None:
         """Store the key and the counts of the latest batch."""

@@ -20,6 +20,10 @@ SIZE, IDENTITY_AT = 4096, 512
 SUFFIX = ".place"
 LAUNCH = "DDPOBS_LAUNCH"
 """Environment variable with the id of the `ddpobs run` that started the process."""
+PLACES = "DDPOBS_PLACES"
+"""Environment variable with the folder in which that `ddpobs run` looks for places."""
+PHASES = 6
+"""Number of `wire.PHASES`, of which `other` is the last."""
 _RUNNING = frozenset("RSDTtIWPK")
 """States in /proc/PID/stat of a process that is not dead."""
 _BEFORE_NS, _EFFECT_NS = 1_500_000_000, 60 * 10**9
@@ -74,6 +78,8 @@ class Slot(IntEnum):
     """Monotonic time at which `ddpobs run` saw the process end; 0 if it did not."""
     WATCHED = 23
     """1 once the `ddpobs run` that started the process watches it, and will report its end."""
+    ORDERLY = 24
+    """1 if a rank without telemetry ran its exit handlers: only an exit status of an error makes it a failure."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,7 @@ class PlaceIdentity:
         process_space: Boot and namespace in which its process number is valid.
         memory_events: File with the out-of-memory count of its cgroup; empty if there is none.
         launch: The `ddpobs run` that started it, by its `LAUNCH`; empty if none did.
+        stage: `start` for a rank that has no telemetry yet; else empty.
     """
 
     run: str
@@ -101,6 +108,7 @@ class PlaceIdentity:
     process_space: str = ""
     memory_events: str = ""
     launch: str = ""
+    stage: str = ""
 
 
 def identity_of(page: bytes) -> PlaceIdentity | None:
@@ -158,3 +166,8 @@ def launch_interrupt_ended(folder: Path, launch: str, at_wall_ns: int) -> bool:
 def interrupt_file(folder: Path, launch: str) -> Path:
     """Return the file whose time of change is the latest SIGINT to that `ddpobs run`."""
     return folder / f"{launch}.interrupted"
+
+
+def joined_file(folder: Path, launch: str) -> Path:
+    """Return the file that exists once a rank under that `ddpobs run` has reported itself."""
+    return folder / f"{launch}.joined"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _MAX_VALUES = 8
 _STATED = ("kind", "host", "module", "cause", "cause_unknown", "not_known_because", "device", "thread", "titles")
-_TEXTS = ("stacks", "threads", "traceback", "places", "message")
+_TEXTS = ("stacks", "threads", "traceback", "output", "places", "message")
 _SHARES = ("_share", "_ratio", "efficiency", "goodput", "chance")
 
 

@@ -18,7 +18,7 @@ from ddpobs_server.figures.report_policy import report_policy
 from ddpobs_server.figures.report_tables import ReportTable
 
 _MAX_INTERVALS = 3
-_STACKS = ("stacks", "threads", "traceback")
+_STACKS = ("stacks", "threads", "traceback", "output")
 """Facts that are shown as they are, below the finding."""
 _STATIC = Path(__file__).parent / "static"
 _START = """
@@ -110,7 +110,7 @@ def _finding(finding: Mapping[str, Any]) -> str:
 
 
 def _stacks(evidence: Mapping[str, Any]) -> list[str]:
-    """Return the stacks of a hang by rank and thread, and the traceback of a crash."""
+    """Return the stacks of a hang by rank and thread, and the traceback and the last output of a crash."""
     threads = evidence.get("threads", {})
     stacks = [
         "\n  ".join([title, *frames])
@@ -121,7 +121,7 @@ def _stacks(evidence: Mapping[str, Any]) -> list[str]:
         ]
         if frames
     ]
-    return [*stacks, *filter(None, [evidence.get("traceback")])]
+    return [*stacks, *filter(None, [evidence.get("traceback"), evidence.get("output")])]
 
 
 def _times(intervals: Sequence[Mapping[str, Any]]) -> str:

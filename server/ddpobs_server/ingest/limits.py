@@ -16,7 +16,7 @@ from ddpobs_server.web.problems import Problem
 
 _MAX_FACTS, _MAX_FACTS_LENGTH = 100, 16_384
 """Maximum number of entries and characters of a mapping that a client fills: reads load those of all sources."""
-_LONG_FACTS = ("message", "traceback")
+_LONG_FACTS = ("message", "traceback", "output")
 """Facts of an event that are no names, and as long as the mapping may be."""
 
 

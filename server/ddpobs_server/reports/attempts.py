@@ -26,7 +26,8 @@ class AttemptOutcome:
         outcome: How the attempt went. `killed`: all ranks have ended, some by SIGTERM. `superseded`: a later attempt
             began, and this one sent no end.
         reason: The reason in one line; empty if the attempt runs or finished.
-        first_rank: Rank that failed, died, was terminated or interrupted first; None if none did.
+        first_rank: Rank that failed, died, was terminated or interrupted first; None if none did, or the command
+            ended before any rank joined.
         began_ns: Arrival of the attempt's first batch, as Unix time, in nanoseconds.
         ended_ns: Arrival of its last batch, as Unix time, in nanoseconds; None while it runs.
         world_size: Number of ranks that the training has.
@@ -69,7 +70,7 @@ def attempt_outcomes(store: Store, run: Run, state: RunState, hang: str) -> list
                 ordinal=summary.ordinal,
                 outcome=outcome,
                 reason=_reason(outcome, first, hang if summary.attempt == run.attempt else ""),
-                first_rank=first.rank if first else None,
+                first_rank=first.rank if first and not first.is_of_command else None,
                 began_ns=summary.first_seen_ns,
                 ended_ns=None if outcome in _OPEN else summary.last_seen_ns,
                 world_size=summary.world_size,

@@ -106,7 +106,7 @@ def test_a_batch_beyond_a_limit_is_refused_and_the_setting_named(small: Collecto
     assert f"DDPOBS_SERVER_{limit.split(' ', maxsplit=1)[0]}" in document["detail"]
 
 
-@pytest.mark.parametrize(("name", "status"), [("traceback", 201), ("message", 201), ("place", 422)])
+@pytest.mark.parametrize(("name", "status"), [("traceback", 201), ("output", 201), ("place", 422)])
 def test_a_traceback_and_a_message_are_no_names(shared: Collector, run: str, name: str, status: int) -> None:
     event = wire.Event(kind="failed", at_ns=0, detail={name: "x" * 4000})
     assert put(shared.url, batch(run, events=[event])).status_code == status

@@ -43,6 +43,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 "anchor": wire.Anchor(wall_ns=10**18 + 1, monotonic_ns=0),
             }
             put(running.url, batch("again", 0, rank, steps=steps(0, 3), **later))
+        command: dict[str, wire.Scalar] = {"stage": "command", "exit_status": 2, "wall_ns": 1}
+        command |= {"output": f"usage:\nno such option {EVIL}"}
+        ended = wire.Event(kind="failed", at_ns=0, detail=command)
+        put(running.url, batch("command", 0, 0, world_size=1, events=[ended]))
         goodbye = wire.Event(kind="goodbye", at_ns=0, step=3)
         for rank in range(2):
             put(running.url, batch("twice", 0, rank, steps=steps(0, 3), events=[goodbye]))
@@ -117,11 +121,22 @@ def test_the_page_switches_between_attempts(browser: Any, url: str) -> None:
     [
         (f"again/report.html?attempt={ATTEMPT}", "<pre>File train.py\nline 7</pre>"),
         ("hung/report.html", f"<pre>Rank 1:\n  train.py:5 main\n  data.py:31 {escape(EVIL)}</pre>"),
+        ("command/report.html", f"<pre>usage:\nno such option {escape(EVIL)}</pre>"),
     ],
-    ids=["crash", "hang"],
+    ids=["crash", "hang", "command"],
 )
 def test_the_html_report_shows_a_traceback_and_stacks_as_they_are(run: str, text: str, url: str) -> None:
     assert text in httpx.get(f"{url}/api/v1/runs/{run}").text
+
+
+def test_a_command_s_end_and_last_lines_are_on_the_page_and_no_rank_failed(browser: Any, url: str) -> None:
+    visit = Visit(browser, f"{url}/runs/command")
+    visit.page.get_by_text("The command ended with exit status 2 before any rank joined").first.wait_for()
+    visit.page.locator("pre", has_text=f"no such option {EVIL}").wait_for(state="attached")
+    (attempt,) = httpx.get(f"{url}/api/v1/runs/command/attempts").json()["attempts"]
+    assert (attempt["outcome"], attempt["first_rank"]) == ("failed", None)
+    assert attempt["reason"] == "the command ended with exit status 2 before any rank joined"
+    assert visit.errors == []
 
 
 def test_a_training_after_an_orderly_end_is_no_restart(browser: Any, url: str) -> None:

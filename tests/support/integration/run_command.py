@@ -25,5 +25,6 @@ def command(*arguments: object, url: str = NO_COLLECTOR, run: str = "r") -> dict
         "--",
     ]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
-    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | ({} if url == NO_COLLECTOR else PATIENT)
+    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environ |= {"DDPOBS_SPOOL": os.environ["DDPOBS_SPOOL"], "DDPOBS_QUIET": "1"} if url == NO_COLLECTOR else PATIENT
     return {"args": [*ddpobs_run, sys.executable, *map(str, arguments)], "env": environ, "text": True}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -27,7 +29,13 @@ _SOURCE = re.compile(r"\[/\S+:\d+\] ")
 """Line of C++ in messages of torch's."""
 _NUMBER = re.compile(r"\d+")
 _ERROR_CHARACTERS = 300
-_STAGES = {"start": "before its model was built", "init_process_group": "in init_process_group"}
+_STAGES = {
+    "start": "before its model was built",
+    "init_process_group": "in init_process_group",
+    "command": "before any rank joined",
+}
+_SHELL_STATUS = 128
+"""A shell returns this and the signal's number for a command that a signal ended."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,8 @@ class End:
     def place(self) -> str:
         """Where it ended: `in your loop in step 5 (train.py:9)`, `in forward of step 6`, `in init_process_group`."""
         line, phase = f" ({self.line})" if self.line else "", self.facts.phase
+        if self.facts.stage == "start" and self.kind != "failed":
+            return "before its training began"
         if self.facts.stage:
             return f"{_STAGES.get(self.facts.stage, _STAGES['start'])}{line}"
         if phase == "other" and self.step == self.facts.synchronised == 0:
@@ -79,6 +89,8 @@ class End:
     @property
     def reason(self) -> str:
         """Its error with the place, or how it ended without an error."""
+        if self.is_of_command:
+            return f"the {self.of_command}"
         if self.kind == "failed":
             return f"{self.error}, {self.place}"
         if self.kind == "terminated":
@@ -87,9 +99,7 @@ class End:
             return f"interrupted {self.place}"
         if self.facts.oom_kills:
             return "killed: its host ran out of memory"
-        if self.exit_text:
-            return self.exit_text
-        return "ended without an error: killed, or crashed outside of Python"
+        return self.exit_text or "ended without an error: killed, or crashed outside of Python"
 
     @property
     def exit_text(self) -> str:
@@ -98,6 +108,32 @@ class End:
             return f"killed by {self.facts.signal}"
         status = self.facts.exit_status
         return "" if status is None else f"ended with exit status {status} and without an error"
+
+    @property
+    def is_of_command(self) -> bool:
+        """Whether it is the end of the command under `ddpobs run`, and of no rank."""
+        return self.facts.stage == "command"
+
+    @property
+    def of_command(self) -> str:
+        """How the command ended: `command was killed by SIGSEGV before any rank joined`."""
+        facts = self.facts
+        how = f"was killed by {facts.signal}" if facts.signal else f"ended with exit status {facts.exit_status}"
+        return f"command {how} {self.place}"
+
+    @property
+    def of_shell(self) -> str:
+        """What an exit status means if a shell returned it: `a shell returns 137 after SIGKILL`; empty if nothing."""
+        with suppress(ValueError):
+            status = self.facts.exit_status or 0
+            return f"a shell returns {status} after {signal.Signals(status - _SHELL_STATUS).name}"
+        return ""
+
+    @property
+    def last_line(self) -> str:
+        """Last line that the command wrote to stderr; empty if it is not known."""
+        lines = self.facts.output.strip().splitlines()
+        return lines[-1].strip()[:_ERROR_CHARACTERS] if lines else ""
 
     @property
     def is_consequence(self) -> bool:

@@ -19,6 +19,7 @@ _DIED = (
     "log."
 )
 _TERMINATED = "Look at the launcher's and the scheduler's log, or at the user who sent the signal."
+_COMMAND = "Look where the command's output went, and at the kernel's log on that host (dmesg) if a signal ended it."
 _CONNECTION = "Look at ranks without telemetry, and at the launcher's log: one of them may have ended first."
 _HOSTS = " If every rank was there, look at the connection between the hosts."
 _OTHERS = " The other ranks' errors are consequences of it."
@@ -40,6 +41,7 @@ class CrashFacts(Facts):
         signal: Signal that ended its process; None without one.
         exit_status: Exit status of its process; None if it is not known.
         traceback: Its traceback, with the user's own frames; None without one.
+        output: Last lines that the command under `ddpobs run` wrote to stderr; None if they are not known.
         place: Innermost lines of the user's code in its traceback; empty if they are not known.
         host: Its host; None if it is not known.
         module: Module of the bucket launched last; -1 if it is not known.
@@ -58,6 +60,7 @@ class CrashFacts(Facts):
     host: str | None
     module: int
     victims: dict[int, str]
+    output: str | None = None
     place: str = ""
     attempts: list[str] = field(default_factory=list)
     same_error: int = 1
@@ -76,6 +79,8 @@ def crash(evidence: Evidence) -> Judgement:
     first = ends[0]
     if (hang := hang_before(evidence)) is not None:
         return [_gave_up(evidence, ends, hang)]
+    if first.is_of_command:
+        return [_of_command(evidence, ends)]
     if first.was_killed and hang_at(evidence, first.wall_ns) is not None:
         return []  # Somebody killed a run that hung: the hang is the finding.
     victims = sorted({end.rank for end in ends if end.rank != first.rank})
@@ -101,6 +106,29 @@ def crash(evidence: Evidence) -> Judgement:
             evidence=facts,
         )
     ]
+
+
+def _of_command(evidence: Evidence, ends: list[End]) -> Finding:
+    """Report a command that failed before any rank joined; how many ranks it started is not known."""
+    first = ends[0]
+    host = evidence.hosts.get(first.rank, "")
+    if first.facts.oom_kills:
+        cause = "its host ran out of memory"
+    elif first.last_line:
+        cause = f"not known; its output ends with: {first.last_line}"
+    else:
+        cause = "not known: no output of it was kept"
+    return Finding(
+        code="crash",
+        severity="critical",
+        verdict=f"The {first.of_command}",
+        measure=first.of_shell,
+        cause=cause,
+        where=f"host {host}" if host else "",
+        remedy="Read the last lines of its output." if first.facts.output else _COMMAND,
+        steps=(0, 0),
+        evidence=_facts(evidence, first, [], ends),
+    )
 
 
 def hang_before(evidence: Evidence) -> Hang | None:
@@ -198,13 +226,16 @@ def _remedy(evidence: Evidence, ends: list[End]) -> str:
     return _CONNECTION if len(set(evidence.hosts.values())) == 1 else _CONNECTION + _HOSTS
 
 
+def _reason(end: End | None) -> str:
+    if end is None:
+        return "no end was reported"
+    return end.reason if end.is_of_command else f"rank {end.rank}: {end.reason}"
+
+
 def _facts(evidence: Evidence, first: End, victims: list[int], ends: list[End]) -> CrashFacts:
     earlier = [next(iter(ends_of(events)), None) for events in evidence.earlier_ends]
     attempts = [*earlier, first]
-    listed = [
-        f"attempt {number}: " + (f"rank {end.rank}: {end.reason}" if end is not None else "no end was reported")
-        for number, end in enumerate(attempts, start=1)
-    ]
+    listed = [f"attempt {number}: {_reason(end)}" for number, end in enumerate(attempts, start=1)]
     differs = (number for number, end in enumerate(reversed(earlier)) if end is None or not end.is_same_error(first))
     return CrashFacts(
         kind=first.kind,
@@ -212,6 +243,7 @@ def _facts(evidence: Evidence, first: End, victims: list[int], ends: list[End]) 
         signal=first.facts.signal or None,
         exit_status=first.facts.exit_status,
         traceback=first.facts.traceback or None,
+        output=first.facts.output or None,
         host=evidence.hosts.get(first.rank),
         module=first.facts.module,
         victims={end.rank: end.error if end.kind == "failed" else end.kind for end in ends if end.rank in victims},

@@ -16,10 +16,10 @@ export function evidence(finding) {
   return element("div", {}, facts, element("ul", {}, ...sentences), raw);
 }
 
-// The stacks of the ranks that a hang names, or the traceback of a crash that ended none.
-export function stacks({ ranks, evidence: { traceback, stacks: byRank, threads } }) {
+// The stacks of the ranks that a hang names, or the traceback or the last output of a crash that ended none.
+export function stacks({ ranks, evidence: { traceback, output, stacks: byRank, threads } }) {
   const known = ranks.filter((rank) => byRank?.[rank]?.length).slice(0, MAX_STACKS);
-  if (traceback && !known.length) return [element("pre", {}, traceback)];
+  if (!known.length) return [traceback, output].filter(Boolean).map((text) => element("pre", {}, text));
   return known.flatMap((rank) => [
     element("pre", {}, [`Rank ${rank}:`, ...byRank[rank]].join("\n  ")),
     ...Object.entries(threads?.[rank] ?? {}).map(([thread, frames]) => {

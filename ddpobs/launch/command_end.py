@@ -1,0 +1,97 @@
+"""Report of a command that failed before any of its ranks reported itself: how it ended, and its last lines."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Mapping
+
+import ddpobs
+from ddpobs import wire
+from ddpobs.config import TelemetryConfig
+from ddpobs.launch.output import MAX_BYTES
+from ddpobs.recording.place.early_place import early_attempt, early_run_name, rank_of
+from ddpobs.recovery import signal_name
+
+STAGE = "command"
+"""Stage of a command's end, which is no rank's."""
+_MAX_LINES, _MAX_CHARACTERS = 20, 4000
+_CONTROL = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
+"""Sequences that colour a terminal's text, move its cursor or set its title."""
+
+
+def last_lines(output: bytes) -> str:
+    """Return the last lines of an output as text, at most 20 and at most 4,000 characters.
+
+    Of a line that was written over, such as a progress bar, the last state is kept.
+    """
+    text = _CONTROL.sub("", output.decode(errors="replace"))
+    lines = [line.rstrip("\r").rpartition("\r")[2].expandtabs(4).rstrip() for line in text.split("\n")]
+    if len(output) >= MAX_BYTES:
+        lines = lines[1:]  # The first one is cut.
+    kept = [wire.printable(line) for line in lines if line][-_MAX_LINES:]
+    return "\n".join(kept)[-_MAX_CHARACTERS:]
+
+
+def command_batch(  # noqa: PLR0917
+    config: TelemetryConfig, environ: Mapping[str, str], script: str, status: int, oom_kills: int, output: str
+) -> wire.Batch | None:
+    """Return the batch that reports a command's end; None for one that a person interrupted.
+
+    Args:
+        config: The settings.
+        environ: The environment of the `ddpobs run`, with its launch.
+        script: Name of the command's script.
+        status: Exit status, negative for a signal.
+        oom_kills: Processes that the kernel killed in the cgroup meanwhile.
+        output: Last lines of its stderr.
+    """
+    if -status == signal.SIGINT:
+        return None
+    kind = "failed" if status > 0 else "terminated" if -status == signal.SIGTERM else "died"
+    anchor = wire.Anchor(wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns())
+    detail: dict[str, wire.Scalar] = {"stage": STAGE, "wall_ns": anchor.wall_ns}
+    detail |= {"exit_status": status} if status > 0 else {"signal": signal_name(-status)}
+    if oom_kills:
+        detail["oom_kills"] = oom_kills
+    if output and config.traceback:
+        detail["output"] = output
+    run = early_run_name(environ, script)
+    rank, world_size = rank_of(environ) or _task_of(environ)
+    return wire.Batch(
+        version=wire.VERSION,
+        run=run,
+        attempt=early_attempt(run, environ),
+        source=secrets.token_hex(8),
+        seq=0,
+        rank=rank,
+        world_size=world_size,
+        emitted=1,
+        dropped=0,
+        anchor=anchor,
+        hello=wire.Hello(
+            host=socket.gethostname(),
+            pid=os.getppid(),
+            device="",
+            backend="",
+            versions={"ddpobs": ddpobs.__version__, "python": platform.python_version()},
+        ),
+        events=[wire.Event(kind=kind, at_ns=anchor.monotonic_ns, detail=detail)],
+    )
+
+
+def how_it_ended(status: int) -> str:
+    """Return `ended with exit status 1` or `was killed by SIGSEGV`."""
+    return f"was killed by {signal_name(-status)}" if status < 0 else f"ended with exit status {status}"
+
+
+def _task_of(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Number of the task, and of all tasks, where Slurm starts one `ddpobs run` on each host."""
+    task, tasks = environ.get("SLURM_PROCID", ""), environ.get("SLURM_NTASKS", "")
+    known = task.isdecimal() and tasks.isdecimal() and int(task) < int(tasks)
+    return (int(task), int(tasks)) if known else (0, 1)
