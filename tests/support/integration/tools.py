@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -15,8 +17,19 @@ def need(program: str, package: str) -> str:
     """Return the path of a program, or end the test with the package to install."""
     path = shutil.which(program) or shutil.which(program, path=_SYSTEM)
     if path is None:
-        reason = f"{program} is not installed: apt-get install {package}"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        _end(f"{program} is not installed: apt-get install {package}")
     return path
+
+
+def need_in(folder: Path, program: str, command: str) -> str:
+    """Return the path of a program in a folder, or end the test with the command that installs it."""
+    path = folder / program
+    if not path.exists():
+        _end(f"{path} is not installed: run {command}")
+    return str(path)
+
+
+def _end(reason: str) -> NoReturn:
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)
