@@ -7,18 +7,20 @@ import subprocess
 import sys
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import zstandard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import ddpobs
 from benchmarks.rig import patience
 from benchmarks.rig.training import ROOT
-from ddpobs import DistributedDataParallel, telemetry
+from ddpobs import DistributedDataParallel, telemetry, wire
 from ddpobs.torch_seam import collectives, interpreter_exit
 from ddpobs.torch_seam.patching import unwrap
 from tests.support.distributed.compare import batch, net
@@ -170,7 +172,27 @@ def test_a_rank_that_outlives_the_store_prints_nothing_of_torchs(hang_after_s: f
     assert train_apart(LAST_ONE, tmp_path, HANG_AFTER_S=str(hang_after_s)) == ["", ""]
 
 
-def train_apart(code: str, spool: Any, **environ: str) -> list[str]:
+FAILING_FIRST = """
+import os, time, torch, torch.distributed as dist, ddpobs
+dist.init_process_group("gloo")
+rank = int(os.environ["RANK"])
+config = ddpobs.TelemetryConfig(collector="http://127.0.0.1:9", spool=os.environ["SPOOL"])
+model = ddpobs.DistributedDataParallel(torch.nn.Linear(2, 1), telemetry=config)
+time.sleep(3 * rank)
+raise ValueError(f"of rank {rank}")
+"""
+
+
+def test_both_ranks_report_errors_under_one_run_when_the_rank_with_the_store_fails_at_once(tmp_path: Path) -> None:
+    train_apart(FAILING_FIRST, tmp_path, status=1)
+    bodies = [zstandard.decompress(path.read_bytes(), max_output_size=2**24) for path in tmp_path.glob("*.batch")]
+    batches = [wire.decode(body) for body in bodies]
+    failed = {batch.rank: event for batch in batches for event in batch.events if event.kind == "failed"}
+    assert {rank: event.detail["message"] for rank, event in failed.items()} == {0: "of rank 0", 1: "of rank 1"}
+    assert len({(batch.run, batch.attempt) for batch in batches}) == 1
+
+
+def train_apart(code: str, spool: Any, status: int = 0, **environ: str) -> list[str]:
     """Run two ranks without a launcher, so that rank 0 has the store; return what each prints on stderr."""
     environ = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"} | environ
     environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SPOOL": str(spool)}
@@ -181,5 +203,5 @@ def train_apart(code: str, spool: Any, **environ: str) -> list[str]:
         for rank in range(2)
     ]
     outputs = [process.communicate(timeout=patience.HANG_S)[1] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], outputs
+    assert [process.returncode for process in ranks] == [status, status], outputs
     return ["\n".join(line for line in output.splitlines() if not line.startswith("ddpobs:")) for output in outputs]
