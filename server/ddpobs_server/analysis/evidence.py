@@ -11,6 +11,7 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs.shared.words import format_ranks
+from ddpobs.wire.facts import NotReducedFacts, facts_of
 from ddpobs_server.analysis.account.rank_account import Process
 from ddpobs_server.analysis.account.run_account import RunAccount
 from ddpobs_server.analysis.finding import Finding, NotJudged, first_names
@@ -170,6 +171,12 @@ class Evidence:
         if len(ranks) == 1 and (hello := self.hellos.get(ranks[0])):
             shown.append(f"pid {hello.pid}")
         return ", ".join([*shown, *filter(None, places)])
+
+    @property
+    def averages_apart(self) -> bool:
+        """Whether the script averages the replicas after several optimizer steps, whose own times are one figure."""
+        facts = (facts_of(event, NotReducedFacts) for _, event in self.events if event.kind == "exchanged")
+        return any(each.every > 1 for each in facts)
 
     @cached_property
     def stages(self) -> list[Stage]:

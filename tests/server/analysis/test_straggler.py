@@ -185,6 +185,13 @@ def with_tail(own: wire.Ints, tail_s: float) -> tuple[wire.Ints, wire.Steps]:
     return rank, with_columns(steps, end_ns=steps.end_ns + np.where(steps.step == len(own) - 1, round(tail_s * 1e9), 0))
 
 
+def test_between_averages_of_the_replicas_the_delay_is_of_several_steps() -> None:
+    rank, steps = columns(noiseless({1: ("backward", 40)}, steps=60))
+    averaged = wire.Event(kind="exchanged", at_ns=0, detail={"module": 0, "every": 4})
+    finding = only(straggler(evidence_of(rank, steps, events=[(0, averaged)])))
+    assert finding.measure.startswith("+40 ms between two averages, 100 % of the times; ")
+
+
 @pytest.mark.parametrize("steps", [32, 200])
 @pytest.mark.parametrize("tail_s", [12, 600])
 def test_one_long_step_does_not_change_the_finding_of_a_slow_rank(steps: int, tail_s: float) -> None:

@@ -102,9 +102,13 @@ def describe_slow_rank(slow: SlowRank, evidence: Evidence, stage: Stage | None) 
 
 
 def _measure(slow: SlowRank, evidence: Evidence, stage: Stage | None) -> str:
-    """The delay, its share of a step, how often it occurs, and the time lost."""
+    """The delay, its share of a step, how often it occurs, and the time lost.
+
+    Between two averages of the replicas lie several steps: a share of one would exceed what it is a share of.
+    """
     phase_ns = next(iter(slow.phase_excess_ns.values()), slow.excess_ns)
-    words = [f"+{duration(slow.excess_ns)} a {'step' if slow.is_persistent else 'late step'}"]
+    step = "between two averages" if evidence.averages_apart else f"a {'step' if slow.is_persistent else 'late step'}"
+    words = [f"+{duration(slow.excess_ns)} {step}"]
     if phase_ns < _MAIN_PHASE_SHARE * slow.excess_ns:
         words.append(f"({duration(phase_ns)} in {slow.phase})")
     if slow.without_queue:
@@ -114,6 +118,8 @@ def _measure(slow: SlowRank, evidence: Evidence, stage: Stage | None) -> str:
     share = percent(slow.excess_ns / max(1, slow.step_ns))
     whole = "it" if slow.is_persistent else "a usual step"
     lost = waiting_text(slow.lost_ns, len(evidence.joined.ranks))
+    if evidence.averages_apart:
+        return f"{' '.join(words)}, {percent(slow.late_share)} of the times; {lost}"
     return f"{' '.join(words)}, {share} of {whole}; {how_often(slow.late_share)}; {lost}"
 
 
