@@ -100,7 +100,7 @@ def test_the_page_switches_between_attempts(browser: Any, url: str) -> None:
     rows.nth(1).wait_for()
     reason = f"rank 1: ValueError: a bad sample {EVIL}, in forward of step 6"
     assert rows.nth(1).locator("td").nth(2).inner_text() == reason
-    restart = f"This attempt is a restart: attempt 1 failed ({reason}) after 7 steps."
+    restart = f"This attempt is a restart: attempt 1 failed after 7 steps; {reason}."
     assert visit.page.locator("#restarted").inner_text() == restart
     visit.page.get_by_role("link", name="attempt 1").click()
     visit.page.get_by_role("heading", name="Rank 1 failed in forward of step 6").wait_for()

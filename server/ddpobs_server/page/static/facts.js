@@ -96,8 +96,8 @@ export function showRestart(attempts, shown) {
   const before = attempts[index - 1];
   const lines = [];
   if (before) {
-    const reason = before.reason ? ` (${reasonOf(before)})` : "";
-    const end = `attempt ${before.ordinal + 1} ${before.outcome}${reason} after ${counted(before.steps, "step")}`;
+    const reason = before.reason ? `; ${reasonOf(before)}` : "";
+    const end = `attempt ${before.ordinal + 1} ${before.outcome} after ${counted(before.steps, "step")}${reason}`;
     lines.push(`This attempt is ${before.outcome === "finished" ? "another training" : "a restart"}: ${end}.`);
   }
   if (index >= 0 && index < attempts.length - 1)
