@@ -154,7 +154,7 @@ def _verdict(
         return "absent", _ranks(others), cause, _ABSENT_REMEDY.get(doing, _ABSENT_REMEDY["code"])
     groups = Counter(_collective(state) for state in waiting)
     if len(groups) == 1 or _is_one_sequence(waiting):
-        cause = f"each rank waits for the others {_in(min(waiting, key=_reached))}"
+        cause = f"each rank {_verb(waiting, 'waits', 'waited')} for the others {_in(min(waiting, key=_reached))}"
         if threads := _other_threads(waiting):
             return "mismatch", _ranks(states), f"{cause}; {threads}", _THREADS_REMEDY
         shares_host = states[0].host and len({state.host for state in states}) == 1
@@ -176,9 +176,10 @@ def _silent(silent: Sequence[JudgedRank], waiting: Sequence[JudgedRank]) -> tupl
     stopped = [state for state in silent if state.process == "stopped"]
     kind: Kind = "dead" if gone else "stopped"
     if gone:
-        cause, remedy = f"the process of {format_ranks(_ranks(gone))} is gone", _DEAD_REMEDY
+        cause, remedy = f"the process of {format_ranks(_ranks(gone))} {_verb(gone, 'is', 'was')} gone", _DEAD_REMEDY
     elif stopped:
-        cause, remedy = f"the process of {format_ranks(_ranks(stopped))} is stopped", _STOPPED_REMEDY
+        is_stopped = f"{_verb(stopped, 'is', 'was')} stopped"
+        cause, remedy = f"the process of {format_ranks(_ranks(stopped))} {is_stopped}", _STOPPED_REMEDY
     else:
         silent_ns = min(state.silent_ns for state in silent)
         cause, remedy = f"{format_ranks(_ranks(silent))} sent nothing for {_seconds(silent_ns)}", _SILENT_REMEDY
@@ -191,7 +192,8 @@ def _silent(silent: Sequence[JudgedRank], waiting: Sequence[JudgedRank]) -> tupl
 def _without_waits(states: Sequence[JudgedRank]) -> tuple[Kind, list[int], str, str]:
     running = [state for state in states if not state.ended]
     if all(_activity(state) == "data" for state in running):
-        return "input", _ranks(running), f"no rank gets a batch; {_absence(running)}", _ABSENT_REMEDY["data"]
+        gets = _verb(running, "gets", "got")
+        return "input", _ranks(running), f"no rank {gets} a batch; {_absence(running)}", _ABSENT_REMEDY["data"]
     return "code", _ranks(running), _absence(running), _ABSENT_REMEDY["code"]
 
 
@@ -211,7 +213,9 @@ def _mismatch(waiting: Sequence[JudgedRank], groups: Counter[tuple[object, ...]]
     passes = "backward pass" if fewer == 1 else "backward passes"
     count = f"; {format_ranks(ranks)} ran {fewer} {passes} fewer than the others" if fewer else ""
     threads = _other_threads(waiting)
-    cause = f"the ranks wait in different collectives: {places}{count}" + (f"; {threads}" if threads else "")
+    cause = f"the ranks {_verb(waiting, 'wait', 'waited')} in different collectives: {places}{count}" + (
+        f"; {threads}" if threads else ""
+    )
     return "mismatch", ranks, cause, _THREADS_REMEDY if threads else MISMATCH_REMEDY
 
 
@@ -223,7 +227,7 @@ def _absence(states: Sequence[JudgedRank]) -> str:
     parts = []
     for doing, members in list(groups.items())[:3]:
         ranks = format_ranks(_ranks(members))
-        verb = "have" if len(members) > 1 else "has"
+        verb = _verb(members, "have" if len(members) > 1 else "has", "had")
         if members[0].ended:
             parts.append(f"{ranks} {verb} {doing}")
         else:
@@ -242,8 +246,12 @@ def _doing(state: JudgedRank) -> str:
 
 def _wait(waiting: Sequence[JudgedRank]) -> str:
     """The ranks that wait, by the collective of the first of them."""
-    verb = "wait" if len(waiting) > 1 else "waits"
+    verb = _verb(waiting, "wait" if len(waiting) > 1 else "waits", "waited")
     return f"{format_ranks(_ranks(waiting))} {verb} {_in(waiting[0])}"
+
+
+def _verb(states: Sequence[JudgedRank], present: str, past: str) -> str:
+    return past if states[0].is_past else present
 
 
 def _in(state: JudgedRank) -> str:

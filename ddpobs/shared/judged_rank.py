@@ -24,6 +24,7 @@ class JudgedRank:
         ended: How its process ended: `finished`, `interrupted`, `failed`, or empty while it runs.
         process: State of its process as a rank of the same host sees it: `stopped`, `gone`, or empty where not known.
         host: Its host, empty where not known.
+        is_past: Whether this was its state in a hang that has ended.
     """
 
     rank: int
@@ -32,6 +33,7 @@ class JudgedRank:
     ended: str = ""
     process: str = ""
     host: str = ""
+    is_past: bool = False
 
     @property
     def idle_ns(self) -> int:

@@ -142,7 +142,7 @@ def test_the_hang_of_a_run_that_a_signal_ended_stays_the_first_finding(number: i
         assert (finding["code"], finding["severity"], finding["ranks"]) == ("hang", "critical", [1])
         assert finding["verdict"] == f"The run hung in step {STEP}, waiting for rank 1"
         assert finding["measure"].endswith(f"until {signal.Signals(number).name}")
-        assert finding["cause"].startswith("rank 1 has been in the data loader")
+        assert finding["cause"].startswith("rank 1 had been in the data loader")
         facts = finding["evidence"]
         (held,) = finding["intervals"]
         assert held["ended_ns"] - held["began_ns"] == facts["length_ns"]
@@ -162,9 +162,9 @@ def test_a_rank_whose_collective_timed_out_ended_because_it_waited_for_the_rank_
         (finding,) = [finding for finding in findings if finding["code"] in ("crash", "hang")]
         assert (finding["code"], finding["ranks"]) == ("crash", [1])
         assert finding["verdict"] == "Rank 0 ended in step 30, waiting for rank 1"
-        assert finding["cause"].startswith("rank 1 has been in the data loader for ")
+        assert finding["cause"].startswith("rank 1 had been in the data loader for ")
         assert "crashing.py" in finding["cause"]
-        assert finding["cause"].endswith("rank 0 waits in bucket 0.0 of step 30")
+        assert finding["cause"].endswith("rank 0 waited in bucket 0.0 of step 30")
 
 
 def test_push_recovers_ranks_that_were_all_killed_while_the_collector_was_away(tmp_path: Path) -> None:

@@ -53,6 +53,21 @@ def test_a_rank_in_its_data_loader_is_named_with_its_line_and_the_others_with_th
     assert hang.line == f"{hang.verdict}: {hang.measure}; cause: {hang.cause} ({hang.where}). {hang.remedy}"
 
 
+def test_the_cause_of_a_hang_that_has_ended_is_in_the_past() -> None:
+    def cause(*states: JudgedRank) -> str:
+        return verdict(*(replace(each, is_past=True) for each in states)).cause
+
+    assert cause(bucket(0), state(1, "data", idle_s=14)) == (
+        "rank 1 had been in the data loader for 14 s (train.py:30); rank 0 waited in bucket 0.2 of step 12"
+    )
+    assert cause(bucket(0), bucket(1)) == "each rank waited for the others in bucket 0.2 of step 12"
+    assert cause(bucket(0), state(1, process="gone")).startswith("the process of rank 1 was gone")
+    assert cause(bucket(0), state(1, process="stopped")).startswith("the process of rank 1 was stopped")
+    assert cause(state(0, "data"), state(1, "data")).startswith("no rank got a batch; ranks 0 and 1 had been in ")
+    mismatch = cause(*(state(rank, "collective", waits_in=name) for rank, name in enumerate(("barrier", "gather"))))
+    assert mismatch.startswith("the ranks waited in different collectives: ")
+
+
 def test_a_headline_has_twelve_words_however_many_ranks_are_missing() -> None:
     for missing, named in (([1, 2], "ranks 1 and 2"), ([1, 2, 3], "3 ranks")):
         hang = verdict(bucket(0), *(state(rank, "data", idle_s=14) for rank in missing))

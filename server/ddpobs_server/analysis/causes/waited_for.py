@@ -39,9 +39,9 @@ def hang_at(evidence: Evidence, at_ns: int) -> Hang | None:
         if pulse is None and not has_ended:
             return None
         if silent_ns > PULSE_SILENCE_NS:
-            states.append(JudgedRank(rank, evidence.pulses[rank], silent_ns))
+            states.append(JudgedRank(rank, evidence.pulses[rank], silent_ns, is_past=True))
         else:
-            states.append(JudgedRank(rank, pulse, 0, "finished" if has_ended else ""))
+            states.append(JudgedRank(rank, pulse, 0, "finished" if has_ended else "", is_past=True))
     return judge(states, partial(bucket_parameters, evidence))
 
 
@@ -64,7 +64,9 @@ def waited_for(evidence: Evidence, rank: int, at_ns: int, gave_up: Collection[in
         if pulse is None and not has_ended:
             return None
         silent_ns = 0 if each in gave_up else max(0, evidence.silent_ns.get(each, 0))
-        states.append(JudgedRank(each, pulse, silent_ns, evidence.ended.get(each, "") if has_ended else ""))
+        states.append(
+            JudgedRank(each, pulse, silent_ns, evidence.ended.get(each, "") if has_ended else "", is_past=True)
+        )
     verdict = verdict_on(states, partial(bucket_parameters, evidence))
     return verdict if rank in verdict.waiting and set(verdict.ranks) != set(range(evidence.world_size)) else None
 

@@ -342,7 +342,7 @@ def test_a_crash_by_a_timeout_names_the_rank_that_did_not_come(
     judged = gave_up_evidence(*events, **pulses)
     finding = only([*crash(judged), *hang(judged)])
     assert (finding.verdict, finding.ranks) == ("Rank 0 ended in step 6, waiting for rank 1", [1])
-    assert finding.cause.startswith("rank 1 has been in ")
+    assert finding.cause.startswith("rank 1 had been in ")
     assert "(a.py:3)" in finding.cause
     assert "in bucket 0.0 of step 6" in finding.cause
     assert finding.measure == f"RuntimeError: {TIMEOUT}"
@@ -352,7 +352,7 @@ def test_a_crash_by_a_timeout_names_the_rank_that_did_not_come(
 def test_a_rank_that_ended_its_training_earlier_is_the_one_that_was_waited_for() -> None:
     judged = gave_up_evidence(gave_up(0), r1=at(80, "code", 2))
     finding = only(crash(replace(judged, ended={0: "failed", 1: "finished"})))
-    assert (finding.ranks, finding.cause.partition(";")[0]) == ([1], "rank 1 has ended its training")
+    assert (finding.ranks, finding.cause.partition(";")[0]) == ([1], "rank 1 had ended its training")
 
 
 @pytest.mark.parametrize(
