@@ -57,21 +57,22 @@ def step_bins(
     if blocks is not None:
         conditions.append(_c.block.in_(blocks))
     query = select(_c.bin, _c.columns, _c.payload).where(*conditions, _c.rows > 0).order_by(_c.bin, _c.block)
-    decompress = zstandard.ZstdDecompressor().decompress
-    lengths, tables = [], []
-    for number, count, payload in connection.execute(query):
-        planes = np.frombuffer(decompress(payload), np.uint8).reshape(8, count, -1)
-        planes = planes if columns is None else planes[:, columns]
-        lengths.append((number, planes.shape[2]))
-        tables.append(planes)
-    if not tables:
+    stored = list(connection.execute(query))
+    if not stored:
         return np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
-    most = max(planes.shape[1] for planes in tables)
+    counts = [zstandard.frame_content_size(payload) // (8 * count) for _, count, payload in stored]
     # Earlier versions wrote fewer columns.
-    tables = [np.pad(planes, ((0, 0), (0, most - planes.shape[1]), (0, 0))) for planes in tables]
-    table = np.ascontiguousarray(np.moveaxis(np.concatenate(tables, axis=2), 0, 2)).view(np.dtype("<i8"))[:, :, 0]
-    bins, counts = np.array(lengths, np.int64).T
-    return np.repeat(bins, counts), table.astype(np.int64, copy=False)
+    height = max(count for _, count, _ in stored) if columns is None else len(columns)
+    table = np.zeros((height, sum(counts)), np.dtype("<i8"))
+    # Each block goes to its place at once: a read of a whole run has ten thousand of them.
+    positions = table.view(np.uint8).reshape(*table.shape, 8)
+    decompress, begin = zstandard.ZstdDecompressor().decompress, 0
+    for (_, count, payload), rows in zip(stored, counts, strict=True):
+        planes = np.frombuffer(decompress(payload), np.uint8).reshape(8, count, rows)
+        planes = planes if columns is None else planes[:, columns]
+        positions[: planes.shape[1], begin : begin + rows] = planes.transpose(1, 2, 0)
+        begin += rows
+    return np.repeat([number for number, _, _ in stored], counts), table.astype(np.int64, copy=False)
 
 
 def write_step_bins(
