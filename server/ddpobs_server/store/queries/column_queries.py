@@ -6,7 +6,7 @@ Chunks are selected by run, attempt, kind and steps; of each, only the requested
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -23,9 +23,7 @@ from ddpobs_server.store.schema import ROLLUP_STEPS
 _PAGE_CHUNKS = 20_000
 """Maximum number of chunks in a page."""
 _MAX_BYTES = 200_000_000
-"""Maximum memory for the columns of a read, before they are sorted."""
-_BLOCK_BYTES = 8_000_000
-"""Bytes of chunks after which their rows are joined."""
+"""Maximum memory for the columns of a read."""
 _SAMPLES_A_BATCH = 64
 """Samples of a batch that are looked for."""
 _MAX_SAMPLES = 256
@@ -122,52 +120,30 @@ def readiness(
 
 
 def _read(connection: Connection, kind: type[_Columns], query: ColumnQuery) -> tuple[wire.Ints, _Columns]:
-    """Rows sorted by step and rank, with the rank of each.
-
-    The limit applies to the unpacked columns: a client can forge the row counts of chunks.
-    """
+    """Rows sorted by step and rank, with the rank of each. Each chunk's rows go to their place in the table at once."""
     c, names = schema.chunks.c, (*kind.names, "rank")
     lowest, highest = (0 if query.first is None else query.first), (2**62 if query.last is None else query.last)
-    blocks: list[wire.Ints] = []
-    parts: list[dict[str, wire.Ints]] = []
-    size_bytes = block_bytes = 0
-    for chunk in connection.execute(select(c.kind, c.rank, c.payload).where(*query.overlapping())):
+    overlapping = query.overlapping()
+    stored = select(func.sum(c.rows)).where(*overlapping).correlate(None).scalar_subquery()
+    most = _MAX_BYTES // (8 * len(names))
+    table, count = np.empty((len(names), 0), np.int64), 0
+    for *chunk, rows in connection.execute(select(c.kind, c.rank, c.payload, stored).where(*overlapping)):
+        if not table.size:
+            table = np.empty((len(names), min(int(rows), most)), np.int64)
         columns = chunks.unpack(*chunk)
         matches = (columns["step"] >= lowest) & (columns["step"] <= highest)
-        if query.ranks is not None and chunk.rank == wire.UNKNOWN:
+        if query.ranks is not None and chunk[1] == wire.UNKNOWN:
             matches &= np.isin(columns["rank"], list(query.ranks))
-        # Drop the other rows at once: a chunk may hold a hundred steps if a single step is requested.
-        parts.append(columns if matches.all() else {field: values[matches] for field, values in columns.items()})
-        part_bytes = sum(values.nbytes for values in parts[-1].values())
-        size_bytes, block_bytes = size_bytes + part_bytes, block_bytes + part_bytes
-        if size_bytes > _MAX_BYTES:
+        begin, count = count, count + int(np.count_nonzero(matches))
+        if count > most:
             raise TooManyRowsError
-        if block_bytes > _BLOCK_BYTES:
-            blocks.append(_block(names, parts))
-            parts, block_bytes = [], 0
-    blocks.append(_block(names, parts))
-    parts.clear()
-    table = _joined(blocks)
+        for name, row in zip(names, table, strict=True):
+            row[begin:count] = columns[name] if matches.all() else columns[name][matches]
+    table = table[:, :count]
     order = np.lexsort((table[-1], table[names.index("step")]))
     for row in table:
         row[:] = row[order]
     return table[-1], kind.from_table(table[:-1])
-
-
-def _joined(blocks: list[wire.Ints]) -> wire.Ints:
-    """Join blocks, and free each once it is copied, so that a read takes its size once and not twice."""
-    table = np.empty((len(blocks[0]), sum(block.shape[1] for block in blocks)), np.int64)
-    end = table.shape[1]
-    while blocks:
-        block = blocks.pop()
-        table[:, end - block.shape[1] : end] = block
-        end -= block.shape[1]
-    return table
-
-
-def _block(names: Sequence[str], parts: Sequence[Mapping[str, wire.Ints]]) -> wire.Ints:
-    """Join the rows of several chunks; shape [names, rows]."""
-    return np.stack([np.concatenate([_NONE, *(columns[name] for columns in parts)]) for name in names])
 
 
 steps = _reader("steps", wire.Steps)
