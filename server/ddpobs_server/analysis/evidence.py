@@ -18,7 +18,8 @@ from ddpobs_server.analysis.finding import Finding, NotJudged, first_names
 from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins
 from ddpobs_server.analysis.slow_ranks.work import WorkFit, fit_work
 from ddpobs_server.analysis.steps.intervals import StepClock
-from ddpobs_server.analysis.steps.joined_steps import JoinedSteps, index_ranks, join
+from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps, index_ranks, join
+from ddpobs_server.analysis.steps.phase_shares import phase_shares
 from ddpobs_server.analysis.steps.pipeline import EVENT, Stage, stages_of
 
 MIN_STEPS = 20
@@ -203,6 +204,11 @@ class Evidence:
             columns=None if self.columns is None else _StageColumns(self.columns),
             events=[(rank, event) for rank, event in self.events if event.kind != EVENT],
         )
+
+    @cached_property
+    def phase_shares(self) -> Floats:
+        """Share of each phase in each rank's steps, shape [ranks, phases]; see `phase_shares`."""
+        return phase_shares(self.rank, self.steps)
 
     @cached_property
     def work_fit(self) -> WorkFit | None:

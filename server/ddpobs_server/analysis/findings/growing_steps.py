@@ -14,7 +14,7 @@ from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, severity_of
 from ddpobs_server.analysis.slow_ranks.lateness import mean_gain
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
-from ddpobs_server.analysis.steps.shared_time import shared_ns, shared_phases_ns
+from ddpobs_server.analysis.steps.shared_time import shared_ns
 
 CODES = ("growing-steps",)
 GROWTH = 0.2
@@ -75,7 +75,7 @@ def _grows(levels: Floats) -> bool:
 
 
 def _finding(evidence: Evidence, joined: JoinedSteps, levels_ns: Floats) -> Finding:
-    phases_ns = _levels(shared_phases_ns(joined))
+    phases_ns = _levels(joined.lower_median_phases_ns)
     growth_ns = phases_ns[-1] - phases_ns[0]
     phase = wire.OWN_PHASES[int(growth_ns.argmax())]
     cause, words = _cause(evidence, phase)

@@ -15,7 +15,7 @@ from ddpobs_server.analysis.causes.input_cause import InputCause, InputUse, caus
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, NotJudged, severity_of
 from ddpobs_server.analysis.steps.joined_steps import Floats
-from ddpobs_server.analysis.steps.phase_shares import mean_step_ns, phase_shares
+from ddpobs_server.analysis.steps.phase_shares import mean_step_ns
 
 CODES = ("input-bound",)
 DATA_SHARE = 0.3
@@ -73,7 +73,7 @@ def input_bound(evidence: Evidence) -> Judgement:
     """
     if len(np.unique(evidence.steps.step)) < MIN_STEPS:
         return [NotJudged("input-bound", f"fewer than {MIN_STEPS} steps")]
-    shares = phase_shares(evidence.rank, evidence.steps)
+    shares = evidence.phase_shares
     # Of two ranks both must wait for data: a single waiting rank is a straggler.
     by_data = shares[np.argsort(shares[:, _DATA])]
     median, upper_median = by_data[(len(shares) - 1) // 2], by_data[len(shares) // 2]

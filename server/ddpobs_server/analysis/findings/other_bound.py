@@ -14,7 +14,7 @@ from ddpobs_server.analysis.communication.processors import delayed_share
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, severity_of
 from ddpobs_server.analysis.findings.processor_bound import processor_bound
-from ddpobs_server.analysis.steps.phase_shares import mean_step_ns, phase_shares
+from ddpobs_server.analysis.steps.phase_shares import mean_step_ns
 
 CODES = ("other-bound",)
 OTHER_SHARE = 0.2
@@ -45,7 +45,7 @@ def other_bound(evidence: Evidence) -> Judgement:
     if len(np.unique(evidence.steps.step)) < MIN_STEPS:
         return [NotJudged("other-bound", f"fewer than {MIN_STEPS} steps")]
     locations = places_in("other", evidence.pulses.values())
-    share = float(phase_shares(evidence.rank, evidence.steps)[:, _OTHER].min()) * (1 - locations.copy_share)
+    share = float(evidence.phase_shares[:, _OTHER].min()) * (1 - locations.copy_share)
     if share <= OTHER_SHARE:
         return []
     step_ns = mean_step_ns(evidence.rank, evidence.steps)

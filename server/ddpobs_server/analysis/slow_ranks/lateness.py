@@ -121,9 +121,9 @@ def slow_phases(joined: JoinedSteps, index: int, rows: wire.Ints, *, usual: bool
     Returns:
         Mean or median excess in ns, by phase.
     """
-    phases = joined.phases_ns[rows]
-    excesses_ns = phases[:, index] - np.median(np.delete(phases, index, axis=1), axis=1)
-    excess_ns, medians_ns = excesses_ns.mean(axis=0), np.median(excesses_ns, axis=0)
+    by_phase = np.moveaxis(joined.phases_ns, -1, 0)[:, rows]
+    excesses_ns = by_phase[..., index] - np.median(np.delete(by_phase, index, axis=-1), axis=-1)
+    excess_ns, medians_ns = excesses_ns.mean(axis=1), np.median(excesses_ns, axis=1)
     if usual and medians_ns[medians_ns > 0].sum() >= 0.5 * excess_ns[excess_ns > 0].sum():
         excess_ns = medians_ns
     return largest_phases(excess_ns)

@@ -105,7 +105,7 @@ def ideal_ns(joined: JoinedSteps) -> Floats:
     Source: T_ideal of S = T / T_ideal (arXiv 2505.05713). It is never above the lower median of the ranks' own times.
     """
     middle = (len(joined.ranks) - 1) // 2
-    by_phase = np.partition(joined.phases_ns, middle, axis=1)[:, middle].sum(axis=1)
+    by_phase = joined.lower_median_phases_ns.sum(axis=1)
     return np.asarray(np.minimum(by_phase, np.partition(joined.own_ns, middle, axis=1)[:, middle]))
 
 
@@ -159,13 +159,9 @@ def _bin_medians(values: Floats, begins: wire.Ints, ends: wire.Ints) -> Floats:
 
 def _late_phases_ns(joined: JoinedSteps, late: Any, weights: Floats) -> Floats:
     """Return each late rank's excess by phase over the lower median rank, 0 elsewhere; shape [steps, ranks, phases]."""
-    middle = (len(joined.ranks) - 1) // 2
     result = np.zeros(joined.phases_ns.shape)
     step, rank = np.nonzero(late)  # Few: most ranks are in time.
-    if len(joined.ranks) == 2:
-        others_ns = joined.phases_ns[step, 1 - rank]
-    else:
-        rows, row = np.unique(step, return_inverse=True)
-        others_ns = np.partition(joined.phases_ns[rows], middle, axis=1)[:, middle][row]
+    is_pair = len(joined.ranks) == 2
+    others_ns = joined.phases_ns[step, 1 - rank] if is_pair else joined.lower_median_phases_ns[step]
     result[step, rank] = (joined.phases_ns[step, rank] - others_ns) * weights[step, None]
     return result

@@ -74,6 +74,12 @@ class JoinedSteps:
         return np.median(self.wall_ns, axis=1)
 
     @cached_property
+    def lower_median_phases_ns(self) -> Floats:
+        """Own time by phase of the lower median rank in that phase, shape [steps, phases]."""
+        middle = (len(self.ranks) - 1) // 2
+        return np.asarray(np.partition(self.phases_ns, middle, axis=1)[:, middle])
+
+    @cached_property
     def has_successor(self) -> npt.NDArray[np.bool_]:
         """Whether the next step is joined too, shape [steps]. A step may have several collectives."""
         return np.append(np.diff(self.step) == 1, False)[: len(self)]
@@ -121,7 +127,8 @@ def join(rank: wire.Ints, steps: wire.Steps) -> JoinedSteps:
     def matrix(name: str) -> Floats:
         return np.asarray(getattr(steps, name)[rows], np.float64)
 
-    phases_ns = np.stack([matrix(f"own_{phase}_ns") for phase in wire.OWN_PHASES], axis=-1)
+    # The ranks of a phase are neighbours in memory: medians over the ranks are what takes most time.
+    phases_ns = np.moveaxis(np.stack([matrix(f"own_{phase}_ns") for phase in wire.OWN_PHASES]), 0, -1)
     compile_ns = _take_compilations(phases_ns, matrix("compile_ns"))
     return JoinedSteps(
         collective=complete,

@@ -32,9 +32,8 @@ def phase_shares(rank: wire.Ints, steps: wire.Steps) -> Floats:
 
 def mean_step_ns(rank: wire.Ints, steps: wire.Steps) -> float:
     """Return the median over fifths of the mean step, on the median rank."""
-    wall_ns = steps.end_ns - steps.start_ns
-    means = [
-        np.median([part.mean() for part in np.array_split(wall_ns[rank == number], _PARTS) if len(part)])
-        for number in np.unique(rank)
-    ]
+    _, index = index_ranks(rank)
+    wall_ns = (steps.end_ns - steps.start_ns)[np.argsort(index, kind="stable")]
+    of_ranks = np.split(wall_ns, np.cumsum(np.bincount(index))[:-1])
+    means = [np.median([part.mean() for part in np.array_split(own, _PARTS) if len(part)]) for own in of_ranks]
     return float(np.median(means))

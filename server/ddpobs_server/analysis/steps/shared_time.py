@@ -9,11 +9,5 @@ from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
 def shared_ns(joined: JoinedSteps) -> Floats:
     """Return the time of each step that its ranks share: each phase on the lower median rank, the shortest wait."""
-    shared = shared_phases_ns(joined).sum(axis=1) + joined.exposed_ns.min(axis=1)
+    shared = joined.lower_median_phases_ns.sum(axis=1) + joined.exposed_ns.min(axis=1)
     return np.asarray(np.minimum(shared, joined.window_ns))
-
-
-def shared_phases_ns(joined: JoinedSteps) -> Floats:
-    """Return the own phases of each step on the lower median rank, shape [steps, phases]."""
-    lower = (len(joined.ranks) - 1) // 2
-    return np.asarray(np.sort(joined.phases_ns, axis=1)[:, lower])
