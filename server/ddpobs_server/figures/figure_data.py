@@ -47,7 +47,7 @@ class FigureData:
 
     def hosts(self) -> dict[int, str]:
         """Return the host of each rank."""
-        return {source.rank: source.hello.host if source.hello else "" for source in self.views.sources()}
+        return {source.rank: source.hello.host if source.hello else "" for source in self.views.sources}
 
     def buckets(self) -> Buckets:
         """Return size and names of each bucket's parameters."""

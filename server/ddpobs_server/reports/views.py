@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -54,8 +55,9 @@ class StepTimeline:
 class RunViews(AttemptReader):
     """Reads the data of pictures of one attempt."""
 
+    @cached_property
     def sources(self) -> list[Source]:
-        """Return the attempt's processes."""
+        """The attempt's processes."""
         return self.store.sources(self.run, self.attempt)
 
     def layouts(self) -> list[wire.Layout]:
@@ -64,12 +66,12 @@ class RunViews(AttemptReader):
 
     def bounds(self, first: int | None, last: int | None) -> tuple[int, int]:
         """Return the first and last of the requested steps that the attempt has."""
-        highest = max((source.last_step for source in self.sources()), default=0)
+        highest = max((source.last_step for source in self.sources), default=0)
         return first or 0, highest if last is None else min(last, highest)
 
     def delays(self, first: int | None, last: int | None, most: int) -> DelayMap | None:
         """Return the delay that each rank caused, in at most `most` bins of steps; None if none can be compared."""
-        (begin, end), sources = self.bounds(first, last), self.sources()
+        (begin, end), sources = self.bounds(first, last), self.sources
         if begin > end:
             return None
         recent, earlier = self._recent_lateness(begin, end, sources), None
@@ -112,7 +114,7 @@ class RunViews(AttemptReader):
 
     def _typical_step(self, first: int, last: int) -> int:
         """Return the step of median delay among the latest: a single spike says little about the run."""
-        sources = len(self.sources())
+        sources = len(self.sources)
         begin = max(first, last - max(1, min(_CHOICE_STEPS, _CHOICE_ROWS // max(1, sources))) + 1)
         joined = join(*self._steps(begin, last))
         if not len(joined):
@@ -124,9 +126,14 @@ class RunViews(AttemptReader):
 
     def buckets(self, first: int | None, last: int | None) -> BucketTimes | None:
         """Return the mean times of each bucket over the latest steps of a range that fit; None without spans."""
-        begin, end = self.bounds(first, last)
-        while begin < end and self.store.estimate_rows("spans", self.run, self.attempt, begin, end) > _SPAN_ROWS:
-            begin += max(1, (end - begin + 1) // 2)
+        lowest, end = self.bounds(first, last)
+        begin = end
+        # Twice as many steps again and again: of a long run, few chunks are counted.
+        while begin > lowest:
+            earlier = max(lowest, end - 2 * (end - begin + 1) + 1)
+            if self.store.estimate_rows("spans", self.run, self.attempt, earlier, end) > _SPAN_ROWS:
+                break
+            begin = earlier
         rank, columns = self.store.spans(self.run, self.attempt, None, begin, end)
         if not len(rank):
             return None
