@@ -39,7 +39,7 @@ class Change(TypedDict):
     """A change of one time from run a to run b, with its interval."""
 
     name: Annotated[str, doc("`step`, `long steps`, a phase, or a bucket with its first parameter.")]
-    title: Annotated[str, doc("The name for people: `exposed communication`, `computation of bucket 1: stem.weight`.")]
+    title: Annotated[str, doc("The name for people: `moving data`, `computation of bucket 1: stem.weight`.")]
     words: Annotated[str, doc("The change in words: `slower by 2.2× (1.9 to 2.5)`; empty if run a has no such time.")]
     kind: Annotated[Kind, doc("Kind of time; `compute` and `comm` are a bucket's computation and communication.")]
     verdict: Annotated[

@@ -22,6 +22,7 @@ from ddpobs_server.analysis.comparison.words import (
     not_the_same_job,
 )
 from ddpobs_server.analysis.steps.joined_steps import Floats, mean_over_ranks
+from ddpobs_server.analysis.steps.waiting import waiting_ns
 from ddpobs_server.store import Source, Store, TooManyRowsError
 
 _STEPS, _STEP_ROWS, _SPAN_ROWS = 4096, 400_000, 200_000
@@ -75,7 +76,7 @@ def compare_json(store: Store, a: Side, b: Side, limit: float) -> dict[str, Any]
         "a": _side_json(a, 0, result),
         "b": _side_json(b, 1, result),
         "confidence": compare.CONFIDENCE,
-        "changes": [_change_json(change, step_ns) for change in result.changes],
+        "changes": [_change_json(change, step_ns, change_title(change, result)) for change in result.changes],
         "too_few": result.too_few,
         "limit": {
             "ratio": limit,
@@ -99,7 +100,7 @@ def _side_json(side: Side, index: int, result: compare.Comparison) -> dict[str, 
     }
 
 
-def _change_json(change: Change, step_ns: float) -> dict[str, Any]:
+def _change_json(change: Change, step_ns: float, title: str) -> dict[str, Any]:
     difference_ns = change.b_ns - change.a_ns
     times = {
         "a_ns": change.a_ns,
@@ -118,7 +119,7 @@ def _change_json(change: Change, step_ns: float) -> dict[str, Any]:
     }
     return {
         "name": change.name,
-        "title": change_title(change),
+        "title": title,
         "words": change_words(change),
         "kind": change.kind,
         "verdict": change.verdict,
@@ -140,16 +141,25 @@ def read_times(store: Store, run: str, attempt: str, sources: list[Source]) -> R
         _, steps = store.steps(run, attempt, None, max(0, last - count + 1), last)
     except TooManyRowsError:
         _, steps = store.steps(run, attempt, None, last + 1, last + 1)
-    return run_times(steps)
+    world_size = max((source.world_size for source in sources), default=0)
+    return run_times(steps, is_divided=len({source.rank for source in sources}) >= world_size)
 
 
-def run_times(steps: wire.Steps) -> RunTimes:
-    """Return the times of steps, which are ordered by step, without buckets."""
+def run_times(steps: wire.Steps, *, is_divided: bool = True) -> RunTimes:
+    """Return the times of steps, which are ordered by step, without buckets.
+
+    Args:
+        steps: Columns of all ranks.
+        is_divided: Whether waiting is known: waiting for a rank without telemetry looks like moving data.
+    """
     means = mean_over_ranks(steps)
     begins = np.flatnonzero(np.diff(steps.step, prepend=-1))
     delay = np.maximum(steps.run_delay_ns, 0)
     delay_ns = np.maximum.reduceat(delay, begins) if len(begins) else delay
     phases = {phase: means[f"{phase}_ns"].astype(np.float64) for phase in wire.PHASES}
+    if is_divided:
+        waiting = np.add.reduceat(waiting_ns(steps), begins) / means["ranks"] if len(begins) else delay * 1.0
+        phases |= {"waiting": waiting, "exposed_comm": phases["exposed_comm"] - waiting}
     return RunTimes(means["step"], means["wall_ns"].astype(np.float64), phases, delay_ns.astype(np.float64))
 
 

@@ -95,3 +95,16 @@ def test_runs_of_other_numbers_of_ranks_are_not_the_same_job(runs: str, run: str
 )
 def test_a_comparison_needs_a_second_run(runs: str, query: dict[str, Any], status: int) -> None:
     assert_problem(httpx.get(f"{runs}/api/v1/runs/before/compare", params=query), status)
+
+
+def test_waiting_for_ranks_and_moving_data_are_compared_apart(runs: str) -> None:
+    for run, wait_ms in (("even", 0), ("uneven", 30)):
+        for rank in range(2):
+            noise_ns = np.random.default_rng(rank).integers(0, MS, STEPS)
+            exposed_ns = 5 * MS + noise_ns + (wait_ms * MS if rank else 0)
+            put(runs, batch(run, rank=rank, steps=steps(0, STEPS, exposed_comm_ns=exposed_ns)))
+    changes = {change["title"]: change for change in get(runs, "/runs/even/compare", **{"with": "uneven"})["changes"]}
+    assert changes["waiting for ranks"]["verdict"] == "slower"
+    assert changes["waiting for ranks"]["change_ns"] == pytest.approx(15 * MS, rel=0.1)
+    assert changes["moving data"]["verdict"] == "same"
+    assert "exposed communication" not in changes

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from ddpobs import wire
 from ddpobs_server.analysis.statistics.dependent_mean import MIN_BLOCKS, MIN_VALUES, DependentMean, dependent_mean
 from ddpobs_server.analysis.steps.joined_steps import Floats
+from ddpobs_server.analysis.steps.waiting import STEP_PARTS
 
 Kind = Literal["step", "long", "phase", "compute", "comm"]
 Verdict = Literal["slower", "faster", "same", "too-few"]
@@ -52,7 +53,7 @@ class RunTimes:
     Attributes:
         step: Number of each step, in rising order, shape [steps].
         step_ns: Wall time, shape [steps].
-        phases_ns: Time by phase, each of shape [steps].
+        phases_ns: Time by phase, each of shape [steps]. With `waiting`, `exposed_comm` is moving data alone.
         run_delay_ns: Longest time that a rank was ready to run and had no processor, shape [steps].
         bucket_step: Steps of which buckets are known, shape [bucket steps].
         buckets_ns: (time of computation, time of communication) by bucket, each of shape [bucket steps].
@@ -128,6 +129,11 @@ class Comparison:
     run_delay_ns: tuple[float, float] = (0.0, 0.0)
 
     @property
+    def is_divided(self) -> bool:
+        """Whether waiting for ranks and moving data are compared apart."""
+        return any(change.name == "waiting" for change in self.changes)
+
+    @property
     def is_disturbed(self) -> bool:
         """Whether other programs may explain the change: the time without a processor changed by half as much."""
         step, (delay_a, delay_b) = self.changes[0], self.run_delay_ns
@@ -171,10 +177,11 @@ def compare(a: RunTimes, b: RunTimes) -> Comparison:
     weakness = _weakness(means)
     step = _change("step", "step", means, CONFIDENCE, 0.0)
     least_ns = _MIN_CHANGE * step.a_ns
-    confidence = 1 - (1 - CONFIDENCE) / len(wire.PHASES)  # Bonferroni's correction.
+    phases = _common_phases(a, b)
+    confidence = 1 - (1 - CONFIDENCE) / len(phases[0])  # Bonferroni's correction.
     changes = [step, _long_steps(a, b, least_ns)]
-    for phase in wire.PHASES:
-        series = (run.phases_ns[phase][mask] for run, mask in zip((a, b), typical, strict=True))
+    for phase in phases[0]:
+        series = (times[phase][mask] for times, mask in zip(phases, typical, strict=True))
         changes.append(_change(phase, "phase", _means(*series), confidence, least_ns, weakness=weakness))
     changes += _buckets(a, b, least_ns, weakness)
     long_steps = [int((run.long_ns() > 0).sum()) for run in (a, b)]
@@ -183,6 +190,16 @@ def compare(a: RunTimes, b: RunTimes) -> Comparison:
         too_few = _too_few_sentence(counts, max(mean.block_length for mean in means))
     delays = [float(run.run_delay_ns[mask].mean()) for run, mask in zip((a, b), typical, strict=True)]
     return Comparison(changes, counts, (long_steps[0], long_steps[1]), too_few, (delays[0], delays[1]))
+
+
+def _common_phases(a: RunTimes, b: RunTimes) -> list[dict[str, Floats]]:
+    """Return both runs' phases, with waiting apart if it is known of both."""
+    if "waiting" in a.phases_ns and "waiting" in b.phases_ns:
+        return [{part: run.phases_ns[part] for part in STEP_PARTS} for run in (a, b)]
+    together = [{phase: run.phases_ns[phase] for phase in wire.PHASES} for run in (a, b)]
+    for run, phases in zip((a, b), together, strict=True):
+        phases["exposed_comm"] = phases["exposed_comm"] + run.phases_ns.get("waiting", 0.0)
+    return together
 
 
 def _means(a: Floats, b: Floats) -> tuple[DependentMean, DependentMean]:

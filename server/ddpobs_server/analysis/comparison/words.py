@@ -60,7 +60,7 @@ def headline(b: str, result: Comparison) -> str:
 def limit_words(result: Comparison, limit: float) -> str:
     """Whether a limit holds, in words: `kept`, `exceeded by step, backward`, `not decided, too few steps`."""
     if result.is_decided(limit):
-        names = [name.replace("exposed_comm", "exposed communication") for name in result.exceeded(limit)]
+        names = [_phase_title(name, result) for name in result.exceeded(limit)]
         return f"exceeded by {', '.join(names)}" if names else "kept"
     if result.too_few:
         return "not decided, too few steps"
@@ -85,9 +85,15 @@ def not_the_same_job(a: str, b: str, differences: Sequence[Difference]) -> str:
     return f"Not the same job: {'; '.join(reasons)}" if reasons else ""
 
 
-def change_title(change: Change) -> str:
-    """The name of a time for people: `exposed communication`, `computation of bucket 1: stem.weight`."""
-    return _KINDS.get(change.kind, "") + change.name.replace("exposed_comm", "exposed communication")
+def change_title(change: Change, result: Comparison) -> str:
+    """The name of a time for people: `moving data`, `computation of bucket 1: stem.weight`."""
+    return _KINDS.get(change.kind, "") + _phase_title(change.name, result)
+
+
+def _phase_title(name: str, result: Comparison) -> str:
+    if name == "exposed_comm":
+        return "moving data" if result.is_divided else "waiting for ranks and moving data"
+    return "waiting for ranks" if name == "waiting" else name
 
 
 def fact_title(name: str) -> str:
