@@ -121,7 +121,7 @@ def get_steps(
     """Steps in columns, sorted by step and rank; `next` is the first step that did not fit into this response.
 
     With `points` the run, or `from` to `to`, is divided into bins: minimum, median and maximum of the wall time and the
-    phases of each rank. With `mean` too, the minimum, the median of the medians and the maximum over the ranks. Bins of
+    phases of each rank. With `mean` too, the minimum, the mean of the medians and the maximum over the ranks. Bins of
     stored runs begin at multiples of 64 steps; `next` is set if ranks times bins are more than 25,000.
     """
     attempt, first, last = steps.attempt, steps.first, steps.last

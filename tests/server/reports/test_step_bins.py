@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from ddpobs_server.analysis.steps.step_bins import (
     COMPARED,
+    NAMES,
     TIMES,
     StepBins,
     bins_of_steps,
@@ -102,6 +103,15 @@ def test_the_least_the_median_and_the_most_of_each_bin_are_those_of_its_steps() 
     wall_ns = (steps.end_ns - steps.start_ns)[(rank == 1) & (steps.step < 64)]
     assert bins.column("wall_median_ns")[1] == int(np.median(wall_ns))
     assert_holds(bins, rank, steps)
+
+
+def test_over_ranks_a_time_is_the_mean_of_the_ranks_so_that_two_waiting_ranks_are_two_thirds() -> None:
+    rank, steps = noisy(64, 3)
+    is_slow = rank == 2
+    steps.exposed_comm_ns[:] = np.where(is_slow, 10, 40) * MS
+    (over,) = over_ranks(bins_of_steps(rank, steps, 64)).table.T
+    assert over[NAMES.index("exposed_comm_median_ns")] == 30 * MS
+    assert over[NAMES.index("waiting_median_ns")] == 20 * MS
 
 
 def test_ranks_with_different_steps_have_their_own_bins() -> None:

@@ -35,9 +35,12 @@ SHOWN = (*NAMES[: NAMES.index("compared")], _WAITING)
 COMPARED = ("rank", "first", "last", *_LATENESS, "excess_ns")
 """The columns that `lateness_of` reads."""
 ALL_RANKS = -1
-"""The rank of a row over all ranks: the least, the median of medians, and the most of any rank."""
+"""The rank of a row over all ranks: the least, the mean of the ranks' medians, and the most of any rank.
+
+Of three ranks two may wait for the third: with a median over ranks, waiting would be as long as theirs."""
 _INDEX = {name: row for row, name in enumerate(NAMES)}
 _EARLIEST, _LATEST = [_INDEX["first"], *(_INDEX[n] for n in _MIN)], [_INDEX["last"], *(_INDEX[n] for n in _MAX)]
+_AVERAGED = [_INDEX[name] for name in (*_MEDIAN, _WAITING)]
 _TYPICAL = [_INDEX[name] for name in (*_MEDIAN, "excess_ns", _WAITING)]
 _SUMMED = [_INDEX["steps"], *(_INDEX[name] for name in _LATENESS)]
 
@@ -171,6 +174,8 @@ def over_ranks(bins: StepBins) -> StepBins:
     begins = np.flatnonzero(np.diff(ordered.number, prepend=ordered.number[0] - 1))
     result = _reduced(ordered, begins, ordered.number[begins])
     result.table[_INDEX["rank"]] = ALL_RANKS
+    counts = np.diff(begins, append=len(ordered))
+    result.table[_AVERAGED] = np.add.reduceat(ordered.table[_AVERAGED], begins, axis=1) // counts
     # The lowest rank's clock dates the bin; sums over ranks of equal times would exceed the time.
     for name in ("began_ns", "ended_ns", "time_ns", "compared"):
         result.table[_INDEX[name]] = ordered.column(name)[begins]
