@@ -18,7 +18,7 @@ _OPEN = ("running", "hung")
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """An attempt of a run. Times are the collector's wall clock.
+    """An attempt of a run.
 
     Attributes:
         attempt: Id of the attempt: 16 hexadecimal digits.
@@ -28,7 +28,8 @@ class AttemptOutcome:
         reason: The reason in one line; empty if the attempt runs or finished.
         first_rank: Rank that failed, died, was terminated or interrupted first; None if none did, or the command
             ended before any rank joined.
-        began_ns: Arrival of the attempt's first batch, as Unix time, in nanoseconds.
+        began_ns: Start of rank 0's process on its wall clock, as Unix time, in nanoseconds; the arrival of the
+            attempt's first batch if that is earlier, or the start is not known.
         ended_ns: Arrival of its last batch, as Unix time, in nanoseconds; None while it runs.
         world_size: Number of ranks that the training has.
         ranks: Number of ranks that have reported.
@@ -59,7 +60,7 @@ def attempt_outcomes(store: Store, run: Run, state: RunState, hang: str) -> list
     events: dict[str, list[tuple[int, wire.Event]]] = defaultdict(list)
     for attempt, rank, event in store.end_events(run.run):
         events[attempt].append((rank, event))
-    result = []
+    result, begins = [], store.attempt_begins(run.run)
     for summary in store.attempt_summaries(run.run):
         ends = ends_of(events[summary.attempt])
         outcome = _outcome(summary, state if summary.attempt == run.attempt else None)
@@ -71,7 +72,7 @@ def attempt_outcomes(store: Store, run: Run, state: RunState, hang: str) -> list
                 outcome=outcome,
                 reason=_reason(outcome, first, hang if summary.attempt == run.attempt else ""),
                 first_rank=first.rank if first and not first.is_of_command else None,
-                began_ns=summary.first_seen_ns,
+                began_ns=min(summary.first_seen_ns, begins.get(summary.attempt, summary.first_seen_ns)),
                 ended_ns=None if outcome in _OPEN else summary.last_seen_ns,
                 world_size=summary.world_size,
                 ranks=summary.ranks,

@@ -18,6 +18,7 @@ from ddpobs_server.store.sums import bucket_sums
 
 _END_EVENTS, _END_EVENT_BYTES = 10_000, 8_000_000
 """Maximum number of events that `end_events` returns, and their most bytes: a traceback may have 16,384 characters."""
+_NEVER_NS = 2**63 - 1
 _LARGE = ("hello", "pulse", "stuck_pulse")
 """Columns with most of a source's bytes."""
 _PULSE_BYTES, _SHORT_PULSE = 16_000_000, 512
@@ -50,6 +51,18 @@ def attempt_summaries(connection: Connection, run: str) -> list[AttemptSummary]:
         .order_by(a.ordinal)
     )
     return [AttemptSummary(row[0], *map(int, row[1:])) for row in connection.execute(query)]
+
+
+def attempt_begins(connection: Connection, run: str) -> dict[str, int]:
+    """Start of the process of each attempt's rank 0 on its wall clock, as Unix time in ns, where it is known."""
+    c = schema.sources.c
+    query = select(c.attempt, c.wall_ns, c.monotonic_ns, c.account).where(c.run_id == run, c.rank == 0)
+    begins: dict[str, int] = {}
+    for attempt, wall_ns, monotonic_ns, body in connection.execute(query.where(c.account.is_not(None))):
+        account = _decode_account(body)
+        began_ns = account.imported_ns if account.started_ns is None else account.started_ns
+        begins[attempt] = min(begins.get(attempt, _NEVER_NS), wall_ns - monotonic_ns + began_ns)
+    return begins
 
 
 def end_events(connection: Connection, run: str) -> list[tuple[str, int, wire.Event]]:
@@ -206,6 +219,7 @@ class _HelloOutline(msgspec.Struct):
 
 _decode_hello = msgspec.json.Decoder(wire.Hello).decode
 _decode_hello_outline = msgspec.json.Decoder(_HelloOutline).decode
+_decode_account = msgspec.json.Decoder(wire.Account).decode
 _decode_pulse = msgspec.json.Decoder(wire.Pulse).decode
 
 
@@ -235,7 +249,7 @@ class _SourceReader:
             ended=row.ended,
             stuck_ns=row.stuck_ns,
             first_seen_ns=row.first_seen_ns,
-            account=msgspec.json.decode(row.account, type=wire.Account) if row.account else None,
+            account=_decode_account(row.account) if row.account else None,
             moving_ns_a_step=row.total_moving_ns / row.compared_steps if row.compared_steps else None,
         )
 
