@@ -336,12 +336,14 @@ def test_a_live_run_is_followed_and_open_evidence_stays_open(browser: Any, url: 
     settle(visit)
     first = visit.page.locator("#step").input_value()
     visit.page.locator("#findings summary").first.click()
+    visit.page.locator("#processes button").last.focus()
     for rank in range(2):
         put(url, later(batch("live", rank, slow=rank == 1, host="node")))
     visit.page.clock.fast_forward(5000)
     visit.page.locator("#facts").get_by_text("120 steps").wait_for()
     visit.page.wait_for_function("first => document.getElementById('step').value !== first", arg=first)
     assert visit.page.locator("#findings details[open]").count() == 1
+    assert visit.page.evaluate("document.activeElement.dataset.key") == "rank 0"
     assert visit.page.locator("#facts").inner_text().count("UTC") == 1
     visit.page.locator("#step").fill("3")
     visit.page.locator("#step").press("Enter")

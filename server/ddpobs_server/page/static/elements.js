@@ -22,9 +22,17 @@ function withCode(text) {
     .map((part, index) => (index % 2 ? element("code", {}, part) : part));
 }
 
-// Replace the content of a node, unless it is the same: focus and text selection stay then.
-export function renew(node, fresh) {
-  if (!node.firstElementChild?.isEqualNode(fresh)) node.replaceChildren(fresh);
+// Replace the content of a node, unless it is the same: focus, text selection and scrolling stay then. Otherwise the
+// focus stays on the element with the same `data-key`, or on the part of the page around it.
+export function renew(node, ...fresh) {
+  const shown = [...node.childNodes];
+  if (shown.length === fresh.length && fresh.every((child, index) => child.isEqualNode(shown[index]))) return;
+  const { activeElement: focused } = document;
+  const key = node.contains(focused) && focused !== node ? (focused.dataset.key ?? "") : null;
+  node.replaceChildren(...fresh);
+  if (key === null) return;
+  const same = key && node.querySelector(`[data-key="${CSS.escape(key)}"]`);
+  (same || node.closest("[tabindex]"))?.focus({ preventScroll: true });
 }
 
 export function notice(text) {

@@ -8,11 +8,12 @@ import { timeRange } from "./times.js";
 const MAX_STACKS = 4;
 const MAX_INTERVALS = 3;
 
-export function evidence(finding) {
+export function evidence(finding, key) {
   const names = finding.parameters.length ? [["parameters", finding.parameters.join(", ")]] : [];
   const facts = element("dl", {}, ...factRows([["steps", intervals(finding.intervals)], ...names]));
   const sentences = finding.evidence_sentences.map((text) => element("li", {}, text));
-  const raw = element("a", { href: `${root}/api/v1${address("diagnostics")}`, target: "_blank" }, "as JSON ↗");
+  const link = { href: `${root}/api/v1${address("diagnostics")}`, target: "_blank", "data-key": `json ${key}` };
+  const raw = element("a", link, "as JSON ↗");
   return element("div", {}, facts, element("ul", {}, ...sentences), raw);
 }
 

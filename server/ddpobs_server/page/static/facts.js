@@ -1,7 +1,7 @@
 // Facts of a run as text: its state, its ranks, attempts, settings and unused parameters.
 
-import { byId, element, factRows } from "./elements.js";
-import { ago, clock, duration, short } from "./times.js";
+import { byId, element, factRows, renew } from "./elements.js";
+import { ago, clock, clockRange, duration, short } from "./times.js";
 
 const MAX_ATTEMPTS = 50;
 const MAX_RANKS = 2000;
@@ -16,13 +16,12 @@ export function showFacts(details, shown, attempts, ranks) {
   const counts = isLatest ? details : shown;
   const state = isLatest ? details.state : shown.outcome;
   const hosts = new Set(ranks.map(({ host }) => host).filter(Boolean)).size;
-  const ended = shown && shown.ended_ns !== null ? clock(shown.ended_ns) : "now";
   const facts = [
     `${counts.ranks} of ${counts.world_size} ranks${hosts ? ` on ${counted(hosts, "host")}` : ""}`,
     counted(counts.steps, "step"),
     `attempt ${shown ? shown.ordinal + 1 : attempts.length} of ${attempts.length}`,
     details.modules.map(({ name }) => name).join(", "),
-    shown ? `${clock(shown.began_ns)} to ${ended}` : "",
+    shown ? clockRange(shown.began_ns, shown.ended_ns) : "",
     `last seen ${ago(counts.last_seen_ns ?? counts.ended_ns)}`,
   ];
   const text = ` · ${facts.filter(Boolean).join(" · ")}`;
@@ -31,22 +30,25 @@ export function showFacts(details, shown, attempts, ranks) {
 
 // The table of ranks: the marked ones first, then by own time. Columns without a value are left out.
 export function showRanks(ranks, marked, select) {
-  const table = byId("processes");
+  const isEmpty = ["host", "device", "own_ns", "dropped"].map((name) => !ranks.some((row) => row[name]));
+  const [noHost, noDevice, noOwn, noDropped] = isEmpty;
+  const hidden = [false, noHost, noDevice, false, noOwn, false, noDropped];
+  const hide = (line) => hidden.forEach((isHidden, index) => (line.cells[index].hidden = isHidden));
   const options = ranks.slice(0, MAX_RANKS).map(({ rank }) => element("option", { value: rank }));
-  byId("rank-list").replaceChildren(...options);
+  renew(byId("rank-list"), ...options);
   const isMarked = new Set(marked);
   const order = (a, b) =>
     isMarked.has(b.rank) - isMarked.has(a.rank) || (b.own_ns ?? -1) - (a.own_ns ?? -1) || a.rank - b.rank;
-  const rows = ranks.toSorted(order).slice(0, MAX_RANKS);
-  table.tBodies[0].replaceChildren(...rows.map((row) => rankRow(row, isMarked.has(row.rank), select)));
-  for (const [index, name] of ["rank", "host", "device", "steps", "own_ns", "now", "dropped"].entries()) {
-    const isEmpty = ["host", "device", "own_ns", "dropped"].includes(name) && !ranks.some((row) => row[name]);
-    for (const line of table.rows) line.cells[index].hidden = isEmpty;
-  }
+  const sorted = ranks.toSorted(order).slice(0, MAX_RANKS);
+  const rows = sorted.map((row) => rankRow(row, isMarked.has(row.rank), select));
+  const table = byId("processes");
+  for (const line of [table.tHead.rows[0], ...rows]) hide(line);
+  renew(table.tBodies[0], ...rows);
 }
 
 function rankRow(row, isMarked, select) {
-  const button = element("button", { type: "button", class: "link" }, String(row.rank));
+  const attributes = { type: "button", class: "link", "data-key": `rank ${row.rank}` };
+  const button = element("button", attributes, String(row.rank));
   button.addEventListener("click", () => select(row.rank));
   const place = [cell(row.host || "–"), cell(row.device || "–")];
   const counts = [number(String(row.steps)), number(duration(row.own_ns))];
@@ -71,14 +73,12 @@ export function showAttempts(attempts, shown, latest) {
   byId("attempts").hidden = attempts.length < 2 && !attempts.some(({ reason }) => reason);
   const rows = attempts.toReversed().slice(0, MAX_ATTEMPTS);
   const nodes = rows.map((row) => attemptRow(row, row === shown, row.attempt === latest));
-  byId("attempts")
-    .querySelector("tbody")
-    .replaceChildren(...nodes);
+  renew(byId("attempts").querySelector("tbody"), ...nodes);
 }
 
 function attemptRow(row, isShown, isLatest) {
   const href = isLatest ? location.pathname : `?attempt=${row.ordinal + 1}`;
-  const link = element("a", { href }, `attempt ${row.ordinal + 1}`);
+  const link = element("a", { href, "data-key": `attempt ${row.ordinal}` }, `attempt ${row.ordinal + 1}`);
   if (isShown) link.setAttribute("aria-current", "true");
   const outcome = element("span", { class: `state ${row.outcome}` }, row.outcome);
   const ended = row.ended_ns === null ? "–" : clock(row.ended_ns);
@@ -126,9 +126,7 @@ export function showSettings({ hello }) {
   if (!hello) return;
   const facts = { backend: hello.backend, device: hello.device, ...hello.versions, ...hello.settings };
   const rows = Object.entries(facts).map(([name, value]) => [name.replaceAll("_", " "), short(value)]);
-  byId("settings")
-    .querySelector("dl")
-    .replaceChildren(...factRows(rows));
+  renew(byId("settings").querySelector("dl"), ...factRows(rows));
 }
 
 // The parameters of the selected bucket, with its size.
@@ -144,7 +142,8 @@ export function showBucket(layouts, choice) {
   const names = layout.parameters.slice(0, MAX_PARAMETERS);
   const lines = names.map(({ name, size }) => element("li", {}, `${name} (${size.toLocaleString()})`));
   const region = { class: "scroll", tabindex: "0", role: "region", "aria-label": `Parameters of bucket ${choice}` };
-  byId("bucket-facts").replaceChildren(
+  renew(
+    byId("bucket-facts"),
     element("h3", {}, `Bucket ${choice}`),
     element("p", {}, `${sizeText(layout.size_bytes)} ${layout.dtype}, ${content}, ${order}`),
     element("div", region, element("ul", {}, ...lines)),

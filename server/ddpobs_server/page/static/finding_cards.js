@@ -16,9 +16,7 @@ export function showFindings(section, { findings, missing, summary }, keys, chos
     .map(([finding, key]) => card(finding, key, key === chosen, open, select));
   if (!cards.length) cards.push(element("article", { class: "finding" }, element("h2", {}, summary)));
   if (missing.length) cards.push(notJudged(missing, open));
-  const focused = section.contains(document.activeElement) ? document.activeElement.dataset.key : null;
   renew(section, element("div", {}, ...cards));
-  if (focused) section.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
 }
 
 function card(finding, key, isChosen, open, select) {
@@ -33,7 +31,7 @@ function card(finding, key, isChosen, open, select) {
       { class: "verdict" },
       severityMark(finding.severity),
       heading(finding, key, isChosen, choose),
-      help(finding),
+      help(finding, key),
     ),
     lines,
     ...stacks(finding),
@@ -54,14 +52,14 @@ function heading(finding, key, isChosen, choose) {
   return element("h2", {}, title);
 }
 
-function help({ code }) {
-  const attributes = { class: "code", href: `${root}/help/${code}`, target: "_blank", "aria-label": `help on ${code}` };
-  return element("a", attributes, `${code} ↗`);
+function help({ code }, key) {
+  const link = { class: "code", href: `${root}/help/${code}`, target: "_blank", "aria-label": `help on ${code}` };
+  return element("a", { ...link, "data-key": `help ${key}` }, `${code} ↗`);
 }
 
 function details(finding, key, open) {
   const summary = element("summary", { "data-key": `summary ${key}` }, `Evidence, ${stepsText(...finding.steps)}`);
-  const node = element("details", { "data-key": key }, summary, evidence(finding));
+  const node = element("details", { "data-key": key }, summary, evidence(finding, key));
   node.toggleAttribute("open", open.has(key));
   return node;
 }
@@ -82,7 +80,11 @@ function show(key, isChosen, choose) {
 function notJudged(missing, open) {
   const reasons = missing.map((reason) => element("li", {}, reason));
   const kinds = missing.length === 1 ? "kind" : "kinds";
-  const summary = element("summary", {}, `${missing.length} ${kinds} of finding could not be judged`);
+  const summary = element(
+    "summary",
+    { "data-key": "summary missing" },
+    `${missing.length} ${kinds} of finding could not be judged`,
+  );
   const node = element("details", { "data-key": "missing" }, summary, element("ul", {}, ...reasons));
   node.open = open.has("missing");
   return node;

@@ -66,6 +66,13 @@ function threeDigits(value) {
   return value < MIN_LARGE ? String(+value.toPrecision(3)) : value.toFixed(0);
 }
 
+// The begin and the end of an attempt in the reader's zone, with the date; the end is null while it runs.
+export function clockRange(began_ns, ended_ns) {
+  if (ended_ns === null) return `${clock(began_ns)} to now`;
+  const range = CLOCK.formatRange(new Date(began_ns / 1e6), new Date(ended_ns / 1e6));
+  return `${range} (${duration(Math.max(0, ended_ns - began_ns))})`;
+}
+
 // Two times of day and the time between, in the reader's zone; with their dates if these differ.
 export function timeRange(began_ns, ended_ns) {
   const ends = [began_ns, ended_ns].map((ns) => new Date(ns / 1e6));
