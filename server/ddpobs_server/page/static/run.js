@@ -59,10 +59,12 @@ async function readRun() {
 
 // Show the present state of the run; return the seconds until the next look, or false after its end.
 async function show() {
+  // The diagnosis takes longest: it is requested first, and an error is thrown where its result is needed.
+  const ofLatest = state.selection.attempt ? null : get(`${state.base}/diagnostics`);
+  ofLatest?.catch(() => null);
   await readRun();
   const { details, shownAttempt, attempts } = state;
-  // The diagnosis takes longest: it is requested first, and an error is thrown where its result is needed.
-  const diagnosis = get(address("diagnostics"));
+  const diagnosis = ofLatest ?? get(address("diagnostics"));
   if (state.seen === null) state.building ??= build();
   for (const begun of [diagnosis, state.building]) begun?.catch(() => null);
   ({ ranks: state.ranks } = await get(address("ranks")));
