@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ddpobs.shared.quantities import duration, rank_time
 from ddpobs.shared.words import percent
-from ddpobs_server.analysis.account.parts import TITLES, WAITING, group_of, is_lost
+from ddpobs_server.analysis.account.parts import TITLES, is_lost
 from ddpobs_server.analysis.account.run_account import RunAccount
+from ddpobs_server.analysis.account.work import work_of
 
 _MAX_LOSSES = 3
 _MIN_SHARE = 0.005
@@ -25,14 +26,10 @@ def account_summary(account: RunAccount) -> str:
 
 def _work(account: RunAccount) -> str:
     """What the ranks achieve together in their steps; empty if they lose little."""
-    of_steps = {part: ns for part, ns in account.parts.items() if group_of(part) == "steps"}
-    steps_ns = max(1, sum(of_steps.values()))
-    ranks = max(len(attempt.by_rank) + len(attempt.missing) for attempt in account.attempts)
-    waiting, moving = of_steps.get(WAITING, 0) / steps_ns, of_steps.get("exposed_comm", 0) / steps_ns
-    if ranks < 2 or waiting + moving < _MIN_LOSS:
+    work = work_of(account)
+    if work.ranks < 2 or 1 - work.efficiency < _MIN_LOSS:
         return ""
-    work = f"In steps {ranks:,} ranks do the work of {ranks * (1 - waiting - moving):,.1f}"
-    return f"{work}: {percent(waiting)} of the time they wait for each other, {percent(moving)} they move data."
+    return f"In steps {work.verdict}: {work.losses}."
 
 
 def _loss(account: RunAccount) -> str:
