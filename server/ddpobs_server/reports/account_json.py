@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from ddpobs import wire
 from ddpobs_server.analysis.account.parts import GROUP_TITLES, PARTS, TITLES, group_of, is_lost, is_productive
 from ddpobs_server.analysis.account.rank_account import Process
 from ddpobs_server.analysis.account.run_account import AttemptAccount, Launch, Total, account_of
 from ddpobs_server.analysis.account.summary import account_summary
+from ddpobs_server.analysis.steps.joined_steps import index_ranks
+from ddpobs_server.analysis.steps.waiting import waiting_ns
 from ddpobs_server.reports.liveness import world_size_of
 from ddpobs_server.store import Attempt, AttemptSummary, Source, Store
 
 _NS_PER_HOUR = 3600 * 10**9
 _ATTEMPTS, _RANKS = 1000, 16_384
 """Maximum number of attempts of an account, and of ranks of all its attempts, with ranks that sent nothing."""
+_MOVING_ROWS = 20_000
+"""Rows of steps up to which they are read for an account."""
 _NO_BATCH = "no batch has arrived from it"
 _NO_ACCOUNT = "its version of ddpobs sends no account"
 
@@ -73,22 +80,55 @@ def _latest(attempts: Sequence[AttemptSummary]) -> list[AttemptSummary]:
     return covered[::-1]
 
 
-def _launch_of(attempt: Attempt, sources: Sequence[Source]) -> Launch:
-    """Return an attempt as the account's input."""
-    moving_ns = {s.rank: s.moving_ns_a_step for s in sources if s.moving_ns_a_step is not None}
+def moving_ns_a_step(rank: wire.Ints, steps: wire.Steps) -> dict[int, float]:
+    """Return the mean time of a step in which data moved, by rank, from all steps of an attempt."""
+    ranks, index = index_ranks(rank)
+    moving_ns = np.bincount(index, steps.exposed_comm_ns - waiting_ns(steps))
+    return dict(zip(ranks.tolist(), (moving_ns / np.bincount(index)).tolist(), strict=True))
+
+
+def has_few_steps(sources: Sequence[Source]) -> bool:
+    """Whether an attempt's steps are read for its account: the ranks compare themselves from some ten steps on only."""
+    return sum(source.last_step + 1 for source in sources) <= _MOVING_ROWS
+
+
+def _launch_of(attempt: Attempt, sources: Sequence[Source], measured_ns: Mapping[int, float]) -> Launch:
+    """Return an attempt as the account's input; `measured_ns` is of its steps, where they were read."""
+    by_ranks_ns = {s.rank: s.moving_ns_a_step for s in sources if s.moving_ns_a_step is not None}
     ranks = {source.rank for source in sources if source.ended == "finished"}
     world_size = world_size_of(list(sources))
     is_completed = len(ranks) == world_size
-    return Launch(attempt.attempt, attempt.ordinal, world_size, processes_of(sources), is_completed, moving_ns)
+    return Launch(
+        attempt.attempt,
+        attempt.ordinal,
+        world_size,
+        processes_of(sources),
+        is_completed,
+        {**by_ranks_ns, **measured_ns},
+    )
 
 
 def launches_of(
-    store: Store, run: str, attempts: Sequence[Attempt], sources: Mapping[str, Sequence[Source]]
+    store: Store,
+    run: str,
+    attempts: Sequence[Attempt],
+    sources: Mapping[str, Sequence[Source]],
+    moving_ns: Mapping[str, Mapping[int, float]],
 ) -> list[Launch]:
-    """Return attempts of a run, oldest first; `sources` are those that were read already, by attempt."""
+    """Return attempts of a run, oldest first.
+
+    Args:
+        store: Source of the rows.
+        run: Key of the run.
+        attempts: The attempts.
+        sources: Those that were read already, by attempt.
+        moving_ns: The `moving_ns_a_step` of attempts whose steps were read, by attempt.
+    """
     unread = [attempt.attempt for attempt in attempts if attempt.attempt not in sources]
     by_attempt = {**sources, **(store.sources_of_attempts(run, unread) if unread else {})}
-    return [_launch_of(attempt, by_attempt[attempt.attempt]) for attempt in attempts]
+    return [
+        _launch_of(attempt, by_attempt[attempt.attempt], moving_ns.get(attempt.attempt, {})) for attempt in attempts
+    ]
 
 
 def account_json(store: Store, run: str, attempt: str, price: float | None) -> dict[str, Any]:
@@ -103,7 +143,8 @@ def account_json(store: Store, run: str, attempt: str, price: float | None) -> d
     sources = store.sources(run, attempt)
     training = attempts_of_training(store.attempt_summaries(run), attempt)
     covered = attempts_within_limits(training, attempt)
-    account = account_of(launches_of(store, run, covered, {attempt: sources}))
+    moving_ns = moving_ns_a_step(*store.steps(run, attempt)) if has_few_steps(sources) else {}
+    account = account_of(launches_of(store, run, covered, {attempt: sources}, {attempt: moving_ns}))
     devices = {source.hello.device for source in sources if source.hello}
     return {
         "run": run.rpartition("/")[2],

@@ -24,7 +24,9 @@ from ddpobs_server.analysis.verdict import verdict_of
 from ddpobs_server.reports.account_json import (
     attempts_of_training,
     attempts_within_limits,
+    has_few_steps,
     launches_of,
+    moving_ns_a_step,
     processes_of,
 )
 from ddpobs_server.reports.judged_steps import JudgedSteps, read_judged_steps
@@ -64,7 +66,7 @@ class Diagnosis:
         evidence, judged, missing = self._gather(run, attempt, sources, (first, last))
         steps = judged.steps
         if first is None and last is None:  # The account is of the whole run, and not of some steps.
-            evidence = replace(evidence, account=self._account(run, attempt, sources))
+            evidence = replace(evidence, account=self._account(run, attempt, sources, judged))
         results = [result for judge in FINDINGS for result in judge(evidence)]
         findings = [result for result in results if isinstance(result, Finding)]
         missing += [result for result in results if isinstance(result, NotJudged)]
@@ -148,7 +150,7 @@ class Diagnosis:
             absences=_absences(sources, joined.ranks),
             separate_groups_reason=separate_groups_reason,
             has_gaps=bool(settings.get("find_unused_parameters")) and store.has_gaps(run, attempt),
-            columns=_StoreColumns(store, run, attempt),
+            columns=_StoreColumns(store, run, attempt, len(sources)),
             world_size=world_size_of(sources),
             pulses={source.rank: source.pulse for source in sources if source.pulse},
             stuck_pulses={source.rank: source.stuck_pulse for source in sources if source.stuck_pulse},
@@ -174,20 +176,21 @@ class Diagnosis:
                 ends[each].append((rank, event))
         return list(ends.values())
 
-    def _account(self, run: str, attempt: str, sources: list[Source]) -> RunAccount:
+    def _account(self, run: str, attempt: str, sources: list[Source], judged: JudgedSteps) -> RunAccount:
         """Return the account of the attempt's training, if it is the latest of it, else of the attempt alone."""
         attempts = attempts_of_training(self._store.attempt_summaries(run), attempt)
         if attempts and attempts[-1].attempt != attempt:  # None are left of a run that is deleted meanwhile.
             attempts = [known for known in attempts if known.attempt == attempt]
         covered = attempts_within_limits(attempts, attempt)
-        return account_of(launches_of(self._store, run, covered, {attempt: sources}))
+        moving_ns = moving_ns_a_step(*judged.all_rows) if has_few_steps(sources) else {}
+        return account_of(launches_of(self._store, run, covered, {attempt: sources}, {attempt: moving_ns}))
 
 
 class _StoreColumns:
     """The `ColumnReader` of one attempt."""
 
-    def __init__(self, store: Store, run: str, attempt: str) -> None:
-        self._store, self._run, self._attempt = store, run, attempt
+    def __init__(self, store: Store, run: str, attempt: str, ranks: int) -> None:
+        self._store, self._run, self._attempt, self._ranks = store, run, attempt, ranks
         self._layouts: list[wire.Layout] | None = None
 
     def layouts(self) -> list[wire.Layout]:
@@ -204,8 +207,7 @@ class _StoreColumns:
     def lateness(self, first: int, last: int) -> LatenessBins | None:
         bins = AttemptBins(self._store, self._run, self._attempt)
         if not 0 < bins.column_rows(first, last) <= _EDGE_ROWS:
-            ranks = len(self._store.sources(self._run, self._attempt))
-            return read_lateness(bins, (first, last), ranks)
+            return read_lateness(bins, (first, last), self._ranks)
         try:
             joined = join(*self._store.steps(self._run, self._attempt, None, first, last))
         except TooManyRowsError as error:

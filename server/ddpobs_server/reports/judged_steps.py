@@ -47,6 +47,11 @@ class JudgedSteps:
         """Return no steps."""
         return cls(_NO_STEPS, wire.Steps.from_table(np.zeros((len(wire.Steps.names), 0), np.int64)))
 
+    @property
+    def all_rows(self) -> Rows:
+        """Ranks and columns of all judged steps that were read."""
+        return self.whole or (self.rank, self.steps)
+
     def without_silent_ranks(self, sources: list[Source]) -> JudgedSteps:
         """Return the rows without silent ranks: with them no recent step could be compared."""
         rank, steps = drop_silent_ranks(self.rank, self.steps, sources)
@@ -59,7 +64,7 @@ class JudgedSteps:
 
     def clock(self, sources: list[Source]) -> StepClock:
         """Return when the steps of the lowest rank began and ended, on that rank's wall clock."""
-        rank, steps = self.whole or (self.rank, self.steps)
+        rank, steps = self.all_rows
         if not len(rank):
             return StepClock()
         lowest = int(rank.min())

@@ -6,14 +6,17 @@ import re
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from benchmarks.rig.collector import Collector
 from ddpobs import wire
-from tests.support.server.batches import ATTEMPT, batch, get, layout, pulse, put, source_of, steps
+from tests.support.server.batches import ATTEMPT, MS, STEP_MS, batch, get, layout, pulse, put, source_of, steps
 
 S = 10**9
 NEXT = "b" * 16
+FIRST = 2 * S // (STEP_MS * MS)
+"""The step that begins two seconds after the start of its process."""
 
 
 def failed(error: str, message: str, wall_s: int, **facts: Any) -> wire.Event:
@@ -23,6 +26,15 @@ def failed(error: str, message: str, wall_s: int, **facts: Any) -> wire.Event:
 
 def event(kind: str, **detail: wire.Scalar) -> wire.Event:
     return wire.Event(kind=kind, at_ns=0, step=8, detail=dict(detail))
+
+
+def account_of_steps(count: int, **phases_ms: int) -> wire.Account:
+    """The account of a process that started two seconds before its first step, with the mean phases of its steps."""
+    phases_ns = [count * phases_ms.get(phase, 0) * MS for phase in wire.PHASES]
+    until_ns = (FIRST + count) * STEP_MS * MS
+    return wire.Account(
+        started_ns=0, imported_ns=S, ready_ns=2 * S, until_ns=until_ns, steps=count, phases_ns=phases_ns
+    )
 
 
 def listed_state(url: str, run: str) -> str:
@@ -62,6 +74,26 @@ def test_a_run_has_failed_once_a_rank_fails_although_other_ranks_still_send(shar
         1,
     )
     assert 0 < attempt["began_ns"] <= attempt["ended_ns"]
+
+
+def test_an_attempt_begins_with_the_process_of_rank_0_as_its_account_does(shared: Collector, run: str) -> None:
+    for rank in range(2):
+        put(shared.url, batch(run, 0, rank, steps=steps(FIRST, 5), account=account_of_steps(5)))
+    began_ns = get(shared.url, f"/runs/{run}/account")["began_ns"]
+    assert attempts(shared.url, run)[0]["began_ns"] == began_ns == 10**18
+
+
+def test_the_account_of_a_short_run_divides_each_step_as_the_figure_does(shared: Collector, run: str) -> None:
+    # Each rank waits in every other step: their sums are equal, and yet no data moves.
+    for rank in range(2):
+        waits_ms = np.where(np.arange(10) % 2 == rank, 40, 0)
+        waiting = steps(FIRST, 10, exposed_comm_ns=waits_ms * MS, backward_ns=(45 - waits_ms) * MS)
+        put(shared.url, batch(run, 0, rank, steps=waiting, account=account_of_steps(10, exposed_comm=20)))
+    parts = {part["part"]: part["rank_ns"] for part in get(shared.url, f"/runs/{run}/account")["parts"]}
+    assert (parts["waiting_for_ranks"], parts.get("exposed_comm")) == (2 * 10 * 20 * MS, None)
+    summary = get(shared.url, f"/runs/{run}/figures/phases")["summary"]
+    assert "waiting for ranks 20 %" in summary
+    assert "moving data" not in summary
 
 
 def test_the_rank_that_failed_first_is_named_and_its_victims_are_not(shared: Collector, run: str) -> None:
