@@ -159,6 +159,8 @@ def _draw_phases(plot: figure, timeline: StepTimeline, rows_of: Rows, theme: The
     end, glyphs = 0.0, []
     for index, phase in enumerate(STEP_PARTS):
         rows = np.flatnonzero(np.isin(phases.rank, list(row)) & (phases.phase == index))
+        if not len(rows):  # Its entry in the legend would have no colour.
+            continue
         began, ended = (phases.began_ns[rows] - origin) / 1e6, (phases.ended_ns[rows] - origin) / 1e6
         times = {"left": began, "right": ended, "ms": ended - began, "phase": [PART_TITLES[phase]] * len(rows)}
         source = ColumnDataSource(_lane(phases.rank[rows], row, "phase") | times)
