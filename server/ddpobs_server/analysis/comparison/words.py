@@ -12,6 +12,8 @@ _MIN_MULTIPLE = 0.5
 """Minimum change that is named as a multiple: `2.2×`, not `122 %`."""
 _MAX_PRECISE = 0.1
 """Maximum change that is given with a decimal."""
+_MAX_INTERVAL = 10.0
+"""Ratio of an interval's ends from which it says nothing."""
 _KINDS = {"compute": "computation of ", "comm": "communication of "}
 _FACTS = {
     "world_size": "ranks",
@@ -40,7 +42,8 @@ def change_words(change: Change) -> str:
     if change.verdict == "same":
         return f"no difference seen, and one of {_size(change.ratio(change.smallest_ns) or 0.0)} would have been"
     if change.verdict == "too-few":
-        return f"not decided: {1 + ratio:.1f}× ({1 + low:.1f} to {1 + high:.1f})"
+        interval = f" ({1 + low:.1f} to {1 + high:.1f})" if 1 + high < _MAX_INTERVAL * (1 + low) else ""
+        return f"not decided: {1 + ratio:.1f}×{interval}"
     if change.verdict == "slower" and ratio >= _MIN_MULTIPLE:
         return f"slower by {1 + ratio:.1f}× ({1 + low:.1f} to {1 + high:.1f})"
     low, high = sorted((abs(low), abs(high)))
