@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from ddpobs import wire
 from ddpobs.shared.silence import COMPARED_STEPS_SILENCE_NS
@@ -36,8 +37,17 @@ def read_recent_steps(store: Store, run: str, attempt: str, sources: list[Source
     rank, steps = _read_windows(store, run, attempt, last, window)
     ranks, index = index_ranks(rank)
     first = np.array([last.get(number, 0) - window for number in ranks.tolist()], np.int64)
-    in_window = steps.step > first[index]
-    return (rank, steps) if in_window.all() else (rank[in_window], steps.select(in_window))
+    return kept_rows(rank, steps, steps.step > first[index])
+
+
+def kept_rows(rank: wire.Ints, steps: wire.Steps, is_kept: npt.NDArray[np.bool_]) -> tuple[wire.Ints, wire.Steps]:
+    """Return some rows in the memory of all, which the caller no longer uses: a copy would take as much again."""
+    if is_kept.all():
+        return rank, steps
+    count = int(np.count_nonzero(is_kept))
+    for column in (rank, *steps.table):
+        column[:count] = column[is_kept]
+    return rank[:count], wire.Steps.from_table(steps.table[:, :count])
 
 
 def _read_windows(
@@ -91,5 +101,5 @@ def drop_silent_ranks(rank: wire.Ints, steps: wire.Steps, sources: list[Source])
         source.rank for source in sources if newest_ns - source.last_step_seen_ns > COMPARED_STEPS_SILENCE_NS
     }
     silent = [number for number in silent_ranks(rank, steps).tolist() if number in late_arrivals]
-    rows = ~np.isin(rank, silent)
+    rows = ~np.isin(rank, silent) if silent else np.ones(len(rank), np.bool_)
     return (rank, steps) if rows.all() else (rank[rows], steps.select(rows))

@@ -102,7 +102,8 @@ def test_waiting_for_ranks_and_moving_data_are_compared_apart(runs: str) -> None
         for rank in range(2):
             noise_ns = np.random.default_rng(rank).integers(0, MS, STEPS)
             exposed_ns = 5 * MS + noise_ns + (wait_ms * MS if rank else 0)
-            put(runs, batch(run, rank=rank, steps=steps(0, STEPS, exposed_comm_ns=exposed_ns)))
+            rows = steps(0, STEPS, exposed_comm_ns=exposed_ns, backward_ns=45 * MS - exposed_ns)
+            assert put(runs, batch(run, rank=rank, steps=rows)).status_code == 201
     changes = {change["title"]: change for change in get(runs, "/runs/even/compare", **{"with": "uneven"})["changes"]}
     assert changes["waiting for ranks"]["verdict"] == "slower"
     assert changes["waiting for ranks"]["change_ns"] == pytest.approx(15 * MS, rel=0.1)

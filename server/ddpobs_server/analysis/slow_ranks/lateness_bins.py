@@ -129,7 +129,7 @@ def bins_from(joined: JoinedSteps, begins: wire.Ints) -> LatenessBins:
     def sums(values: Any) -> Floats:
         if not len(begins):
             return np.zeros((0, *values.shape[1:]))
-        return np.asarray(np.add.reduceat(values.astype(np.float64), begins, axis=0))
+        return np.asarray(np.add.reduceat(values.astype(np.float64, copy=False), begins, axis=0))
 
     weight = weights[:, None]
     ends = np.append(begins[1:], len(joined))[: len(begins)]

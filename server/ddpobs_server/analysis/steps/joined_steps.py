@@ -77,7 +77,7 @@ class JoinedSteps:
     def lower_median_phases_ns(self) -> Floats:
         """Own time by phase of the lower median rank in that phase, shape [steps, phases]."""
         middle = (len(self.ranks) - 1) // 2
-        return np.asarray(np.partition(self.phases_ns, middle, axis=1)[:, middle])
+        return np.partition(self.phases_ns, middle, axis=1)[:, middle].copy()
 
     @cached_property
     def has_successor(self) -> npt.NDArray[np.bool_]:
