@@ -50,7 +50,7 @@ class Picture:
 
 def _item(plot: Plot) -> dict[str, Any]:
     """Return what `bokeh.embed.json_item` returns, without its checks, which visit each model three times more."""
-    document = Document()
+    document = Document(title="")
     document.add_root(plot)
     content = document.to_json(deferred=False)
     return {"target_id": None, "root_id": plot.ref["id"], "doc": content, "version": bokeh.__version__}
