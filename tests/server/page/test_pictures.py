@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from bokeh.embed import json_item
 from bokeh.models import ColumnDataSource, Range1d
 from ddpobs_server.figures.canvas import add_legend, add_quads, base_plot
@@ -17,7 +19,7 @@ def test_the_item_of_a_picture_is_bokeh_s_own() -> None:
     add_quads(plot, source, ("left", "right", 1.0, 0.1), fill_color="red", legend_label="a part")
     add_legend(plot, theme)
     item = Picture("a", "A", "A part.", plot).as_json()["item"]
-    expected = json_item(plot)
+    expected: Any = json_item(plot)
     for each in (item, expected):
         each["doc"]["config"].pop("id")  # It differs with each document.
     assert item == expected
