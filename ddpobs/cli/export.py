@@ -6,12 +6,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from ddpobs.cli.app import FAILED, SAVE, CollectorOption, RunArgument, ask, chosen_run, fail, main, settings
 from ddpobs.cli.progress import progress
 from ddpobs.client.client import Run
+from ddpobs.config import TelemetryConfig
 from ddpobs.errors import CollectorError
+from ddpobs.imports.exported import METADATA, ExportedFacts
 
 
 class Kind(StrEnum):
@@ -43,7 +46,7 @@ def export(
     summary = ask(config, f"/runs/{name}").document
     file = output or Path(f"{name}-{kind.value}.parquet")
     try:
-        rows = _write(Run(config, name), summary, kind, file)
+        rows = _write(Run(config, name), summary, _facts(config, name, summary), kind, file)
     except CollectorError as error:
         fail(str(error), FAILED)
     except OSError as error:
@@ -51,7 +54,15 @@ def export(
     typer.echo(f"{file}: {rows} {kind.value}", err=True)
 
 
-def _write(run: Run, summary: dict[str, Any], kind: Kind, file: Path) -> int:
+def _facts(config: TelemetryConfig, run: str, summary: dict[str, Any]) -> bytes:
+    """What `ddpobs import` needs beside the columns."""
+    ranks, layouts = (ask(config, f"/runs/{run}/{path}").document for path in ("ranks", "layout"))
+    facts = {"world_size": summary["world_size"], "began_ns": summary["created_ns"]}
+    facts |= {"ranks": ranks["ranks"], "layouts": layouts["layouts"]}
+    return msgspec.json.encode(msgspec.convert(facts, ExportedFacts))
+
+
+def _write(run: Run, summary: dict[str, Any], facts: bytes, kind: Kind, file: Path) -> int:
     """Write page by page, so that a run may be larger than memory; returns the number of rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -63,7 +74,7 @@ def _write(run: Run, summary: dict[str, Any], kind: Kind, file: Path) -> int:
         with progress("exporting", summary["steps"]) as advance:
             for page in run.pages(kind.value):
                 columns = {key: pa.repeat(value, page.rows).dictionary_encode() for key, value in constants.items()}
-                table = pa.table(columns | dict(page))
+                table = pa.table(columns | dict(page)).replace_schema_metadata({METADATA: facts})
                 writer = writer or pq.ParquetWriter(partial, table.schema, compression="zstd")
                 writer.write_table(table)
                 if page.rows:

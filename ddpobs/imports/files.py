@@ -10,7 +10,7 @@ import zstandard
 
 from ddpobs import wire
 from ddpobs.errors import TraceFileError, WireError
-from ddpobs.imports import flight_recorder, kineto
+from ddpobs.imports import exported, flight_recorder, horovod_timeline, kineto, straggler_analysis
 from ddpobs.imports.dumped_run import DumpedRun
 from ddpobs.imports.traced_run import TracedRun, numbered
 
@@ -77,8 +77,30 @@ def _traces(files: Sequence[Path], run: str, advance: Advance) -> Imported:
     return TracedRun(numbered(traces), run, "torch.profiler")
 
 
+def _exports(files: Sequence[Path], run: str, advance: Advance) -> Imported:
+    traces, replayed = exported.read(files)
+    return TracedRun(traces, run, "ddpobs export", replayed)
+
+
+def _operations(files: Sequence[Path], run: str, advance: Advance) -> Imported:
+    return TracedRun(straggler_analysis.read(_only(files)), run, "StragglerAnalysis")
+
+
+def _only(files: Sequence[Path]) -> Path:
+    if len(files) > 1:
+        raise TraceFileError(files[1], "one file, which has all ranks", f"{len(files)} files")
+    return files[0]
+
+
+def _timelines(files: Sequence[Path], run: str, advance: Advance) -> Imported:
+    return TracedRun(horovod_timeline.read(_only(files), advance), run, "Horovod timeline")
+
+
 _FORMATS: tuple[tuple[Callable[[Path], bool], Callable[[Sequence[Path], str, Advance], Imported]], ...] = (
     (flight_recorder.is_dump, _dumps),
+    (exported.is_export, _exports),
+    (straggler_analysis.is_trace, _operations),
+    (horovod_timeline.is_timeline, _timelines),
     (lambda _: True, _traces),
 )
 """What recognises a file, and what reads all; the last reader refuses files that none recognises."""

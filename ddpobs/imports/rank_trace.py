@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from ddpobs import wire
 from ddpobs.wire import Ints
 
 CallKind = Literal["fetch", "forward", "backward", "optimizer"]
@@ -21,7 +22,11 @@ class Call(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective; `size_bytes` is 0 if the trace does not tell it, `started_ns` is 0 if it is not known."""
+    """A collective; `size_bytes` is 0 if the trace does not tell it, `started_ns` is 0 if it is not known.
+
+    `parameter` is the only parameter in it, empty if it is not known. `order` is its place among the buckets of its
+    layout, for traces in which the order of the launches changes.
+    """
 
     name: str
     launched_ns: int
@@ -29,6 +34,8 @@ class Collective(NamedTuple):
     done_ns: int
     size_bytes: int = 0
     dtype: str = ""
+    parameter: str = ""
+    order: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ class RankTrace:
         computing_ns: Begin and end of computation, shape [intervals, 2], in order and apart.
         device_ns: Where the device runs behind the host: time at which the host launched work, and at which the device
             had done all of it that was launched until then, shape [launches, 2], in order; empty on a host.
+        events: Events of its first batch.
     """
 
     source: str
@@ -63,6 +71,7 @@ class RankTrace:
     collectives: list[Collective] = field(default_factory=list)
     computing_ns: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     device_ns: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+    events: list[wire.Event] = field(default_factory=list)
 
     @property
     def on_device(self) -> bool:

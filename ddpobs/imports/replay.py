@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ddpobs import wire
 from ddpobs.clocks import HostClock
+from ddpobs.errors import TraceFileError
 from ddpobs.imports.rank_trace import Call, Collective, RankTrace
 from ddpobs.steps.backward_record import BackwardRecord
 from ddpobs.steps.raw_step import NO_INPUT, RawStep
@@ -22,6 +23,7 @@ from ddpobs.steps.summary import Summariser, Summary
 
 _REDUCED = ("all_reduce", "reduce_scatter")
 """Collectives that reduce gradients."""
+_MAX_NAME = 1024
 _USER = wire.COMM_KINDS.index("user")
 
 
@@ -46,22 +48,33 @@ class _Layouts:
 
     def __init__(self) -> None:
         self.known: list[wire.Layout] = []
-        self._sizes: dict[tuple[int, ...], int] = {}
+        self._sizes: dict[tuple[tuple[str, int], ...], int] = {}
 
     def revision(self, collectives: list[Collective]) -> int:
         """Number of the layout with these buckets; a new one is added."""
-        sizes = tuple(one.size_bytes for one in collectives)
+        sizes = tuple((one.parameter, one.size_bytes) for one in collectives)
         if sizes not in self._sizes:
             self._sizes[sizes] = len(self.known)
-            buckets = [wire.Bucket(size_bytes=one.size_bytes, dtype=one.dtype, parameters=[]) for one in collectives]
+            buckets = [
+                wire.Bucket(size_bytes=one.size_bytes, dtype=one.dtype, parameters=_parameters(one))
+                for one in collectives
+            ]
             self.known.append(
                 wire.Layout(module=0, name="model", revision=len(self.known), comm="all_reduce", buckets=buckets)
             )
         return self._sizes[sizes]
 
 
+def _parameters(one: Collective) -> list[wire.Parameter]:
+    return [wire.Parameter(name=one.parameter[:_MAX_NAME], size=0)] if one.parameter else []
+
+
 def replay(trace: RankTrace) -> Replayed:
-    """Return the steps of a trace. A step that has begun at its end, and not reduced its gradients, is left out."""
+    """Return the steps of a trace. A step that has begun at its end, and not reduced its gradients, is left out.
+
+    Raises:
+        TraceFileError: The trace has no step.
+    """
     raws: list[RawStep] = []
     tracker = StepTracker(raws.append, first=trace.steps[0][0] if trace.steps else 0)
     layouts = _Layouts()
@@ -77,6 +90,8 @@ def replay(trace: RankTrace) -> Replayed:
         tracker.stamp = trace.stamp(at_ns)
         tell()
     tracker.training_finished()
+    if not raws:
+        raise TraceFileError(trace.source, "a step that reduces gradients from its begin to its end", "none")
     return Replayed(Summariser().summarise(RawSteps.from_steps(raws, HostClock())), layouts.known)
 
 
@@ -115,6 +130,7 @@ def _told(
 
     def end() -> None:
         if reduced:
+            reduced.sort(key=lambda one: one.order)
             tracker.gradients_reduced(0, _record(trace, reduced, layouts.revision(reduced)), False)
         tracker.stamp = max([tracker.stamp, *(one.done_ns for one in reduced)])
         tracker.backward_ended()

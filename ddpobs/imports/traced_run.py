@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
-import numpy as np
 
 from ddpobs import wire
 from ddpobs.errors import TraceFileError
@@ -48,19 +47,19 @@ class TracedRun:
         traces: One of each rank, as `numbered` returns them.
         run: Name of the run.
         file_format: Name of the format, which the run shows.
+        replayed: Their steps, in the same order; None if the traces are to be replayed.
 
     Raises:
         TraceFileError: A trace has no step that reduced gradients.
     """
 
-    def __init__(self, traces: Sequence[RankTrace], run: str, file_format: str) -> None:
+    def __init__(
+        self, traces: Sequence[RankTrace], run: str, file_format: str, replayed: Sequence[Replayed] | None = None
+    ) -> None:
         self._traces, self._run, self._format = traces, run, file_format
         self.ranks = [trace.rank or 0 for trace in traces]
         self.world_size = max(len(traces), *(trace.world_size or 0 for trace in traces), *(r + 1 for r in self.ranks))
-        self._replayed = [replay(trace) for trace in traces]
-        for trace, replayed in zip(traces, self._replayed, strict=True):
-            if not len(replayed.summary.steps):
-                raise TraceFileError(trace.source, "a step that reduces gradients from its begin to its end", "none")
+        self._replayed = [replay(trace) for trace in traces] if replayed is None else replayed
 
     @property
     def steps(self) -> list[wire.Steps]:
@@ -80,7 +79,7 @@ class TracedRun:
 
     def batches(self) -> Iterator[wire.Batch]:
         """Yield the run's batches, rank by rank."""
-        attempt = envelope.nonce(self._run, *(_identity(trace) for trace in self._traces))
+        attempt = envelope.nonce(self._run, *map(_identity, self._traces, self.steps))
         compared = peers(self.steps, self.ranks)
         for trace, replayed in zip(self._traces, self._replayed, strict=True):
             rank = trace.rank or 0
@@ -95,7 +94,9 @@ class TracedRun:
                 ),
             )
             is_first = compared is not None and rank == self.ranks[0]
-            begun = msgspec.structs.replace(begun, layouts=replayed.layouts, peers=[compared] if is_first else [])
+            begun = msgspec.structs.replace(
+                begun, layouts=replayed.layouts, peers=[compared] if is_first else [], events=trace.events
+            )
             yield from _filled(begun, replayed)
 
 
@@ -119,7 +120,7 @@ def _filled(begun: wire.Batch, replayed: Replayed) -> Iterator[wire.Batch]:
             spans=spans.select((spans.step >= first) & (spans.step <= last)),
             comms=comms.select((comms.step >= first) & (comms.step <= last)),
             account=account.at(Tail(end_ns, last + 1, finished=True)) if is_last else None,
-            events=[wire.Event(kind="goodbye", at_ns=end_ns, step=last)] if is_last else [],
+            events=[*begun.events] * (seq == 0) + [wire.Event(kind="goodbye", at_ns=end_ns, step=last)] * is_last,
         )
         emitted += wire.records(batch)
         yield msgspec.structs.replace(batch, emitted=emitted)
@@ -135,6 +136,5 @@ def _anchor(trace: RankTrace, end_ns: int) -> wire.Anchor:
     return wire.Anchor(wall_ns=trace.wall_ns + end_ns, monotonic_ns=end_ns)
 
 
-def _identity(trace: RankTrace) -> str:
-    begins = np.array([call.began_ns for call in trace.calls], np.int64)
-    return f"{trace.source} {trace.rank} {hashlib.sha256(begins.tobytes()).hexdigest()}"
+def _identity(trace: RankTrace, steps: wire.Steps) -> str:
+    return f"{trace.source} {trace.rank} {hashlib.sha256(steps.table.tobytes()).hexdigest()}"

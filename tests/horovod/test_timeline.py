@@ -12,6 +12,7 @@ from torch import nn
 
 import ddpobs.horovod as hvd
 from ddpobs.errors import HorovodError
+from ddpobs.imports.files import encoded, read
 from tests.support.distributed.compare import net
 from tests.support.distributed.horovod import loss, raised, together
 from tests.support.distributed.launch import run_ranks
@@ -54,6 +55,12 @@ def test_the_timeline_has_horovods_events(tmp_path: Path) -> None:
         marks = {event["name"]: event["ts"] for event in ours[:8] if event["ph"] == "X"}
         assert marks["1"] - marks["0"] > 100_000
         assert ours[7]["args"]["dtype"] == "float32"
+    run = read([tmp_path / "timeline-0.json"], "r")
+    assert run.lines[0] == "3 steps of ranks 0 and 1"
+    assert run.lines[1].startswith("rank 1 arrived last in 2 of 2 steps: ")  # The first step has no begin.
+    (first, _) = [batch for batch, _ in encoded(run)]
+    assert {b.parameters[0].name for b in first.layouts[0].buckets} == {name for name, _ in net().named_parameters()}
+    assert sum(b.size_bytes for b in first.layouts[0].buckets) == 4 * sum(p.numel() for p in net().parameters())
 
 
 def joined(rank: int, ranks: int, folder: str) -> None:
@@ -77,3 +84,4 @@ def test_ranks_count_synchronisations_alike_while_one_has_joined(tmp_path: Path)
     assert sorted(marks) == sorted("01" * 2 + "0" * 2 + "01" * 2)
     assert {*marks[:4]} == {*marks[-4:]} == {"0", "1"}
     assert marks[4:6] == "00"
+    assert read([tmp_path / "timeline-0.json"], "r").lines[0] == "4 steps of ranks 0 and 1"

@@ -93,6 +93,25 @@ def test_a_trace_that_is_cut_off_imports_nothing(url: str, traces: list[Path], t
     assert httpx.get(f"{url}/api/v1/runs/cut-off").status_code == 404
 
 
+def test_an_exported_run_that_is_imported_has_the_same_answer(said: str, url: str, tmp_path: Path) -> None:
+    files = [str(tmp_path / f"{rows}.parquet") for rows in ("steps", "spans")]
+    for file, rows in zip(files, ("steps", "spans"), strict=True):
+        done = ddpobs("export", LIVE, "-o", file, "--rows", rows, "--collector", url)
+        assert done.returncode == 0, done.stderr
+    done = ddpobs("import", *files, "--run", "again", "--collector", url)
+    assert done.returncode == 0, done.stderr
+    for path in ("/steps", "/spans"):
+        live, again = (get(url, run, path)["columns"] for run in (LIVE, "again"))
+        assert again == live
+    (live,), (again,) = stragglers(url, LIVE), stragglers(url, "again")
+    for part in ("verdict", "measure", "ranks", "phase", "gain"):
+        assert again[part] == live[part], part
+    buckets = [get(url, run, "/layout")["layouts"] for run in (LIVE, "again")]
+    assert buckets[0] == buckets[1]
+    hosts = [[rank["host"] for rank in get(url, run, "/ranks")["ranks"]] for run in (LIVE, "again")]
+    assert hosts[0] == hosts[1]
+
+
 @pytest.mark.parametrize("ending", ["", ".json"])
 def test_dumps_of_a_hang_name_the_rank_that_did_not_come(url: str, hang_dumps: Path, ending: str) -> None:
     run, files = f"hang{ending}", [str(hang_dumps / f"nccl_trace_rank_{rank}{ending}") for rank in range(2)]

@@ -1,0 +1,96 @@
+"""Parquet files: operations of StragglerAnalysis, and files that are no traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ddpobs.errors import TraceFileError
+from ddpobs.imports import parquet, straggler_analysis
+from ddpobs.imports.files import encoded, read
+from ddpobs.imports.traced_run import TracedRun
+from ddpobs.wire.facts import PipelineFacts, facts_of
+
+STEPS = 6
+SLOW_S = 0.3
+
+
+def operations(slow: tuple[int, int]) -> list[dict[str, Any]]:
+    """Steps of two stages and two replicas; the slow replica of a stage computes longer in backward."""
+    rows = []
+    for step in range(STEPS):
+        for rank in range(4):
+            replica, stage = divmod(rank, 2)
+            late_s = SLOW_S if (replica, stage) == slow else 0.0
+            place = {"rank": 4 * rank, "dp_rank": replica, "stage": stage, "step": 10 * step, "mb_id": 0}
+            times = {
+                "forward-recv" if stage else "backward-recv": (0.0 if stage else 0.2, 0.2),
+                "forward-compute": (0.2 if stage else 0.0, 0.2),
+                "backward-compute": (0.4, 0.2 + late_s),
+                "grads-reduce-scatter": (0.6 + late_s, 0.1 + SLOW_S - late_s),
+                "optimizer": (1.0, 0.1),
+            }
+            rows += [place | {"optype": kind, "start_ts": at, "duration": t} for kind, (at, t) in times.items()]
+    return rows
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize("slow", [(0, 0), (1, 1)])
+def test_the_slow_worker_of_a_pipeline_is_named(tmp_path: Path, slow: tuple[int, int]) -> None:
+    run = read([write(tmp_path / "trace.parquet", operations(slow))], "r")
+    assert isinstance(run, TracedRun)
+    rank = 2 * slow[0] + slow[1]
+    late = f"rank {rank} arrived last in {STEPS - 1} of {STEPS - 1} steps: 300 ms after the others (median)"
+    assert run.lines == [f"{STEPS} steps of ranks 0, 1, 2 and 3", f"{late}, most of it in backward"]
+    batches = [batch for batch, _ in encoded(run)]
+    stages = [facts_of(event, PipelineFacts) for batch in batches for event in batch.events if event.kind == "pipeline"]
+    assert [(stage.held, stage.stages, stage.first_rank) for stage in stages] == [
+        ("0", 2, 0),
+        ("1", 2, 0),
+        ("0", 2, 2),
+        ("1", 2, 2),
+    ]
+
+
+def test_waits_for_messages_are_no_own_time(tmp_path: Path) -> None:
+    run = read([write(tmp_path / "trace.parquet", operations((0, 0)))], "r")
+    assert isinstance(run, TracedRun)
+    own_ms = [(steps.own_ns[1:] // 10**6).tolist() for steps in run.steps]
+    assert own_ms[1] == own_ms[2] == own_ms[3]  # Each waits 200 ms for a message.
+    assert own_ms[0] == [own + 300 for own in own_ms[1]]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"start_ts": float("nan")}, "times below 1,000,000 s"),
+        ({"duration": 1e30}, "times below 1,000,000 s"),
+        ({"optype": "forward-compute"}, "a step that reduces gradients"),
+    ],
+)
+def test_times_that_are_none_are_refused(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
+    rows = [row | change for row in operations((0, 0))]
+    with pytest.raises(TraceFileError, match=expected):
+        read([write(tmp_path / "trace.parquet", rows)], "r")
+
+
+def test_files_that_are_not_whole_or_too_large_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = write(tmp_path / "whole.parquet", operations((0, 0)))
+    cut = tmp_path / "cut.parquet"
+    cut.write_bytes(whole.read_bytes()[:-20])
+    other = write(tmp_path / "other.parquet", [{"a": 1}])
+    with pytest.raises(TraceFileError, match="a whole Parquet file"):
+        read([cut], "r")
+    with pytest.raises(TraceFileError, match="a list of events"):
+        read([other], "r")
+    monkeypatch.setattr(parquet, "_MAX_CELLS", 100)
+    with pytest.raises(TraceFileError, match="at most 100 cells"):
+        straggler_analysis.read(whole)
