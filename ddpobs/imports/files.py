@@ -10,7 +10,7 @@ import zstandard
 
 from ddpobs import wire
 from ddpobs.errors import TraceFileError, WireError
-from ddpobs.imports import exported, flight_recorder, horovod_timeline, kineto, straggler_analysis
+from ddpobs.imports import exported, flight_recorder, horovod_timeline, kineto, nccl_inspector, straggler_analysis
 from ddpobs.imports.dumped_run import DumpedRun
 from ddpobs.imports.traced_run import TracedRun, numbered
 
@@ -96,10 +96,15 @@ def _timelines(files: Sequence[Path], run: str, advance: Advance) -> Imported:
     return TracedRun(horovod_timeline.read(_only(files), advance), run, "Horovod timeline")
 
 
+def _logs(files: Sequence[Path], run: str, advance: Advance) -> Imported:
+    return TracedRun(numbered(nccl_inspector.read(files, advance)), run, "NCCL Inspector")
+
+
 _FORMATS: tuple[tuple[Callable[[Path], bool], Callable[[Sequence[Path], str, Advance], Imported]], ...] = (
     (flight_recorder.is_dump, _dumps),
     (exported.is_export, _exports),
     (straggler_analysis.is_trace, _operations),
+    (nccl_inspector.is_log, _logs),
     (horovod_timeline.is_timeline, _timelines),
     (lambda _: True, _traces),
 )
