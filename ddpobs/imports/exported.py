@@ -98,7 +98,7 @@ def _trace(rank: int, facts: ExportedFacts, steps: parquet.Table) -> RankTrace:
 def _summary(rank: int, steps: parquet.Table, spans: parquet.Table | None) -> Summary:
     of_rank = _of_rank(wire.Steps, steps, rank)
     spans_of_rank = _of_rank(wire.Spans, spans, rank) if spans else wire.Spans.from_table(_empty(wire.Spans))
-    comms, compiled_ns = wire.Comms.from_table(_empty(wire.Comms)), np.zeros((len(of_rank), len(wire.PHASES)), np.int64)
+    comms, compiled_ns = wire.Comms.from_table(_empty(wire.Comms)), np.zeros(len(wire.PHASES), np.int64)
     return Summary(of_rank, spans_of_rank, comms, [], {}, compiled_ns)
 
 
