@@ -255,3 +255,27 @@ def test_a_process_that_trains_in_the_stead_of_a_rank_takes_its_early_place_away
     with collector(acknowledge) as seen:
         assert run("-c", code, url=seen.url, spool=tmp_path, **RANK).returncode == -signal.SIGKILL
         assert not seen.puts
+
+
+def test_horovodrun_with_telemetry_reports_an_early_error(tmp_path: Path) -> None:
+    (script := tmp_path / "train.py").write_text("raise ValueError('early')\n")
+    with collector(acknowledge) as seen:
+        prepared = arguments(url=seen.url, spool=tmp_path / "spool", DDPOBS_TELEMETRY=seen.url, DDPOBS_RUN="r")
+        words = [*prepared["args"][:3], "horovodrun", "-np", "1", sys.executable, script]
+        subprocess.run(**prepared | {"args": words}, capture_output=True, check=False, timeout=patience.HANG_S)
+    batch, event = only(seen)
+    assert (batch.run, event.kind, event.detail["message"]) == ("r", "failed", "early")
+
+
+def test_horovod_s_run_reports_an_early_error(tmp_path: Path) -> None:
+    (script := tmp_path / "train.py").write_text(
+        "import ddpobs.horovod as hvd\n"
+        "def train():\n    raise ValueError('early')\n"
+        "if __name__ == '__main__':\n    hvd.run(train, num_proc=1)\n"
+    )
+    with collector(acknowledge) as seen:
+        prepared = arguments(url=seen.url, spool=tmp_path / "spool", DDPOBS_TELEMETRY=seen.url, DDPOBS_RUN="r")
+        words = [sys.executable, script]
+        subprocess.run(**prepared | {"args": words}, capture_output=True, check=False, timeout=patience.HANG_S)
+    batch, event = only(seen)
+    assert (batch.run, event.kind, event.detail["message"]) == ("r", "failed", "early")
