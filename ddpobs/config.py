@@ -15,7 +15,8 @@ from ddpobs.wire.text import NOTE_CHARACTERS, STRICT_RUN_ID, clean_tags, clean_t
 
 DEFAULT_COLLECTOR = "http://127.0.0.1:8321"
 _NUMBERS = {int: (Integral, "a whole number"), float: (Real, "a number")}
-_ZERO_SWITCHES_OFF = ("fingerprint_every",)
+_ZERO_SWITCHES_OFF = ("fingerprint_every", "rest_every")
+_MIN_REST_EVERY = 64
 _END = 10**9
 
 
@@ -43,6 +44,7 @@ class TelemetryConfig:
         fingerprint_every: Number of synchronised backward passes between comparisons of the replicas; 0 for none.
         readiness_every: Number of steps between samples of every parameter's readiness.
         hang_after_s: Least time without progress after which a rank counts as stuck, in seconds.
+        rest_every: Steps of a cycle in which telemetry rests for every 32nd step, to measure its own cost; 0 for never.
         pulse_s: Seconds between pulses, and therefore between wake-ups of the telemetry thread.
         traceback: Send the message and the last lines of the traceback of an error that ends the training.
         quiet: Print neither the run's address at the start nor its verdict at the end.
@@ -64,6 +66,7 @@ class TelemetryConfig:
     peers_every: int = 16
     fingerprint_every: int = 1000
     readiness_every: int = 64
+    rest_every: int = 0
     pulse_s: float = 2.0
     hang_after_s: float = 8.0
     traceback: bool = True
@@ -86,6 +89,8 @@ class TelemetryConfig:
         object.__setattr__(self, "tags", _clean_tags(self.tags))
         if not isinstance(self.note, str) or len(self.note) > NOTE_CHARACTERS:
             raise ConfigError("note", f"a text of at most {NOTE_CHARACTERS} characters", self.note)
+        if isinstance(self.rest_every, int) and 0 < self.rest_every < _MIN_REST_EVERY:
+            raise ConfigError("rest_every", f"0, or a whole number from {_MIN_REST_EVERY} on", self.rest_every)
         for setting in fields(self):
             value: Any = getattr(self, setting.name)
             if type(setting.default) is bool and type(value) is not bool:

@@ -38,6 +38,8 @@ WAITING_BATCHES = 16
 """Batches in memory, besides the one in flight, while the collector is not reachable; further ones go to the spool."""
 _SPOOLED_PAUSE_S = 0.1
 """Seconds between batches of a backlog, so that sending it costs training almost nothing."""
+MAX_REST_S = 2.0
+"""Longest time for which the telemetry threads wait for the end of a rest: pulses go on in a longer one."""
 FORBIDDEN_PAUSE_S = 60.0
 """Seconds after a rejected token: collectors count wrong tokens by address, which many ranks may share."""
 _FINAL = (Outcome.STORED, Outcome.REPEATED, Outcome.REFUSED)
@@ -50,9 +52,17 @@ class Delivery:
         config: The collector's address, and limits.
         count_lost: Called with the number of records that were lost: the spool was full, or the collector refused them.
         warn: Logs warnings.
+        awake: While it is not set, telemetry rests: nothing is sent, for at most `MAX_REST_S`. None if it never rests.
     """
 
-    def __init__(self, config: TelemetryConfig, count_lost: Callable[[int], None], warn: Once) -> None:
+    def __init__(
+        self,
+        config: TelemetryConfig,
+        count_lost: Callable[[int], None],
+        warn: Once,
+        awake: threading.Event | None = None,
+    ) -> None:
+        self._awake = awake
         self._config, self._count_lost, self._warn = config, count_lost, warn
         spool = Spool(folder_of(config.spool), int(config.spool_mb * 1e6), private=not config.spool)
         self._folder = spool.folder
@@ -165,6 +175,8 @@ class Delivery:
 
     def _run(self, sender: Sender) -> None:
         while self._ready():
+            if self._awake is not None:
+                self._awake.wait(MAX_REST_S)
             try:
                 if not self._copy_next() and (batch := self._next()) is not None:
                     self._settle(batch, self._send(sender, batch))

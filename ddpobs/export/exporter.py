@@ -21,7 +21,7 @@ from contextlib import suppress
 from ddpobs import wire
 from ddpobs.config import TelemetryConfig
 from ddpobs.export.batch_cutter import BatchCutter
-from ddpobs.export.delivery import Delivery
+from ddpobs.export.delivery import MAX_REST_S, Delivery
 from ddpobs.export.http_sender import Response
 from ddpobs.export.identity import Envelope, Identity
 from ddpobs.export.once import Once
@@ -41,6 +41,7 @@ class Exporter:
         ready: Whether the encoder can process a record without waiting for a device. Later records wait behind a record
             that is not ready.
         settle: Called at the end if no identity has arrived; may set one.
+        awake: As for `Delivery`: in a rest no batch is built either, and no periodic call is made.
 
     Attributes:
         all_delivered: Whether the exporter is closed and no batch of this process waits on disk.
@@ -52,13 +53,15 @@ class Exporter:
         encoder: Callable[[Sequence[object], Envelope], wire.Batch],
         ready: Callable[[object], bool] = lambda _: True,
         settle: Callable[[], object] = lambda: None,
+        awake: threading.Event | None = None,
     ) -> None:
         self._config = config
         self._warn, self._settle = Once(), settle
         self._queue = RecordQueue(config, ready)
         self._cutter = BatchCutter(self._queue, encoder, self._warn)
         self._schedule = Schedule(config.flush_s)
-        self._delivery = Delivery(config, self.count_lost, self._warn)
+        self._awake = awake
+        self._delivery = Delivery(config, self.count_lost, self._warn, awake)
         self._work_lock = threading.RLock()
         """Locked by the thread while it works. With the lock, another thread finds it outside of any library."""
         self._rounds, self._unpaused_round = 0, -1
@@ -163,6 +166,8 @@ class Exporter:
         began = time.monotonic()
         self._deadline = began + 0.5 * limit_s
         self._stopping = True
+        if self._awake is not None:
+            self._awake.set()
         self._wake.set()
         if os.getpid() != self._pid:
             return
@@ -186,6 +191,8 @@ class Exporter:
     def _run(self) -> None:
         while not self._stopping:
             self._wake.wait(self._schedule.pause_s())
+            if self._awake is not None:
+                self._awake.wait(MAX_REST_S)
             self._wake.clear()
             self._rounds += 1
             self._guard("periodic", self._tick)

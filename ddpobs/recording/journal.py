@@ -10,18 +10,17 @@ DDP module reports forward.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from threading import get_ident
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch.autograd import Variable
 
 from ddpobs.clocks import Clock, Stamp
 from ddpobs.never_raises import never_raises
+from ddpobs.recording import after_fork
 from ddpobs.recording.entries import MAX_ENTRIES, Entries
 from ddpobs.recording.evaluation_mode import EvaluationMode
 from ddpobs.recording.nested_backwards import NestedBackwards, NestedForward
@@ -29,6 +28,7 @@ from ddpobs.recording.open_place import OpenPlace
 from ddpobs.recording.place.last_place import Slots
 from ddpobs.recording.probes.counter_reader import CounterReader
 from ddpobs.recording.probes.loop_frames import Places, places_on_stack
+from ddpobs.recording.resting import Resting
 from ddpobs.recording.training_thread import OtherForward, TrainingThread
 from ddpobs.recording.waits import Waits
 from ddpobs.steps.raw_step import BACKWARD, DATA, EXPOSED_COMM, FORWARD, OPTIMIZER, OTHER, InputSize, RawStep
@@ -54,6 +54,7 @@ class Journal:
         place: Where it is, outliving the process.
         entries: Its events, waiting for their replay.
         waits: Its waits outside of the reducer.
+        resting: Rests of telemetry.
         evaluation: Whether evaluation mode marks evaluations.
         modules: Number of DDP modules.
         trained: Indexes of the modules whose gradients were reduced.
@@ -79,6 +80,7 @@ class Journal:
         self.thread, self.place, self.evaluation = TrainingThread(), OpenPlace(slots), EvaluationMode()
         self.entries = Entries(StepTracker(on_step), self.place, most, on_caught_up)
         self.waits = Waits(clock, self.entries, self.thread)
+        self.resting = Resting(clock, self.thread, self.place, self.entries, self.waits)
         self._waiting = False
         """Training waits for gradients in a separate call."""
         self._nested = NestedBackwards()
@@ -91,12 +93,12 @@ class Journal:
         self.on_backward_end: list[Callable[[], None]] = []
         self.forward_places: Places = {}
         self.optimizer_is_running: Callable[[], bool | None] = lambda: True
-        _journals.add(self)
+        after_fork.reset_after_fork(self)
 
     def forward_began(self, module: int, training: bool, size: InputSize) -> None:
         """A DDP module's forward was called."""
         thread = self.thread
-        if thread.paused or self._is_nested_forward(module, training, size):
+        if self.resting.forward_began(training) or self._is_nested_forward(module, training, size):
             return
         if thread.in_backward and self._confirm_in_backward():
             return  # Checkpointing repeats the forward inside backward.
@@ -119,6 +121,8 @@ class Journal:
         self._leave_optimizer()
         if self.place.reduced and (self.place.optimized or self.modules == 1):
             self.place.close_step()
+            if self.modules == 1 and self.resting.begin_if_due():
+                return
         self.place.enter(FORWARD)
         self.entries.record(StepTracker.forward_began, self._now(), module, torch.is_grad_enabled(), *size)
         self.forwards += 1
@@ -127,9 +131,10 @@ class Journal:
 
     def fetch_began(self, loader: int = 0) -> bool:
         """A batch was requested from a loader, identified by any number; return whether the event was recorded."""
-        if self.thread.paused or (get_ident() != self.thread.ident and not self.thread.is_current()):
+        if get_ident() != self.thread.ident and not self.thread.is_current():
             return False
-        self._leave_step()
+        if (self.thread.paused and not self.resting.end_if_over()) or self._leave_step():
+            return False
         self.place.enter(DATA)
         evaluating = self.evaluation.is_evaluating()
         if evaluating:
@@ -138,12 +143,14 @@ class Journal:
         self.entries.record(StepTracker.fetch_began, self._now(), torch.is_grad_enabled(), evaluating, loader)
         return True
 
-    def _leave_step(self) -> None:
-        """What comes next belongs to a new step, if the open one has reduced its gradients."""
+    def _leave_step(self) -> bool:
+        """What comes next belongs to a new step, if the open one has reduced its gradients; True if it rests."""
         self.thread.started = True
         self._leave_optimizer()
-        if self.place.reduced:
-            self.place.close_step()
+        if not self.place.reduced:
+            return False
+        self.place.close_step()
+        return self.modules == 1 and self.resting.begin_if_due()
 
     def _leave_optimizer(self) -> None:
         """Detect an optimizer's step that an error ended, of which torch only reports the begin, and an exchange."""
@@ -173,9 +180,8 @@ class Journal:
 
     def schedule_began(self) -> bool:
         """A pipeline's schedule began a step of micro-batches; return whether the event was recorded."""
-        if self.thread.paused or self.thread.in_backward or not self.thread.is_current():
+        if self.thread.paused or self.thread.in_backward or not self.thread.is_current() or self._leave_step():
             return False
-        self._leave_step()
         self.place.enter(OTHER)
         self.entries.record(StepTracker.schedule_began, self._now())
         return True
@@ -186,7 +192,7 @@ class Journal:
 
     def optimizer_began(self, *_: object) -> None:
         """An optimizer's step was called."""
-        if get_ident() == self.thread.ident or self.thread.is_current():
+        if not self.thread.paused and (get_ident() == self.thread.ident or self.thread.is_current()):
             self._optimizers += 1
             self.place.optimized = True
             self.place.enter(OPTIMIZER)
@@ -194,7 +200,7 @@ class Journal:
 
     def optimizer_ended(self, *_: object) -> None:
         """The optimizer returned."""
-        if get_ident() == self.thread.ident or self.thread.is_current():
+        if not self.thread.paused and (get_ident() == self.thread.ident or self.thread.is_current()):
             if self._optimizers:
                 self._optimizers -= 1
             self.place.enter(OPTIMIZER if self._optimizers else OTHER)
@@ -276,6 +282,7 @@ class Journal:
     @never_raises
     def pause(self, begins: bool) -> None:
         """The capture of a CUDA graph begins or has ended."""
+        self.resting.stop()
         self.thread.paused, self.thread.started = begins, False
         self.entries.append((StepTracker.step_abandoned, 0, ()))
         self.entries.catch_up()  # Releases the step's CUDA events now, not during the capture.
@@ -340,6 +347,7 @@ class Journal:
     @never_raises
     def finish(self) -> None:
         """Close the open step if it synchronised anything, at the end of training."""
+        self.resting.stop()
         if self.thread.started:
             self.waits.look_for_exchange()
             self.entries.append((StepTracker.training_finished, self._now(), ()))
@@ -378,21 +386,10 @@ class Journal:
             self.entries.record(StepTracker.forward_began, forward.began, forward.module, True, *forward.size)
         return True
 
-    def _reset_after_fork(self) -> None:
+    def reset_after_fork(self) -> None:
         """Begin anew in a forked child (a loader worker)."""
         self.entries.reset_after_fork()
         self.place.reset_after_fork()
         if self._counters is not None:
             self._counters.reset()
         self.thread.started = False
-
-
-_journals: WeakSet[Journal] = WeakSet()
-
-
-def _reset_in_child() -> None:
-    for journal in list(_journals):
-        journal._reset_after_fork()
-
-
-os.register_at_fork(after_in_child=_reset_in_child)

@@ -106,6 +106,7 @@ class ModuleRecorder:
             counted: `reduction_began` was called for this backward.
         """
         self._count_backward()
+        self._journal.resting.backward_began()
         if self._journal.thread.paused:
             return None
         sampled = bool(self._layout) and self._backwards % self._readiness_every == 0
@@ -190,6 +191,7 @@ class ModuleRecorder:
         if not counted:
             self.reduction_began([], [])
         self._count_backward()
+        self._journal.resting.backward_began(has_data=False)
         self._journal.zeros_contributed()
 
     def buffers_began(self) -> Stamp:

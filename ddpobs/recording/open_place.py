@@ -65,6 +65,13 @@ class OpenPlace:
         self.reduced = False
         self.slots[_CLOSED] += 1
 
+    def step_rested(self) -> None:
+        """Count a step in which telemetry rested."""
+        slots = self.slots
+        slots[_AT_NS] = monotonic_ns()
+        slots[_CLOSED] += 1
+        slots[_SYNCHRONISED] += 1
+
     def reset_after_fork(self) -> None:
         """Begin a place of a forked child."""
         self._use(memory_slots())

@@ -85,7 +85,8 @@ class Waits:
 
     def comm_ended(self, module: int, kind: int, launched: Stamp, done: Stamp) -> None:
         """Communication other than a gradient bucket ended in the open step."""
-        self._entries.record(StepTracker.comm_ended, 0, module, kind, launched, done)
+        if not self._thread.paused:
+            self._entries.record(StepTracker.comm_ended, 0, module, kind, launched, done)
 
     def collective_began(self, name: str, group: ProcessGroup) -> None:
         """A collective of user code was called on a group."""
@@ -113,7 +114,12 @@ class Waits:
         if self._is_start_up() and not self._in_collective:
             self._message, self._in_collective = "", True
             return _StartUpWait(monotonic_ns())
-        if not thread.started or self._in_collective or not (thread.is_current() or (thread.in_backward and in_graph)):
+        if (
+            thread.paused
+            or not thread.started
+            or self._in_collective
+            or not (thread.is_current() or (thread.in_backward and in_graph))
+        ):
             return None
         self._message = message_kind(work)
         self._in_collective = True
@@ -176,7 +182,7 @@ class Waits:
     @never_raises
     def save_began(self) -> bool:
         """A checkpoint is being saved; return whether its end must be reported."""
-        if not (self._thread.started and self._thread.is_current()):
+        if self._thread.paused or not (self._thread.started and self._thread.is_current()):
             self.training_interrupted()
             return False
         self._saves += 1

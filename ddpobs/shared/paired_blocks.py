@@ -129,7 +129,7 @@ class PairedRatio:
         if self.pairs < MIN_PAIRS:
             return None
         half = _student(self.pairs - 1) * math.sqrt(self._squares / (self.pairs - 1) / self.pairs)
-        return Ratio(*(math.exp(self._mean + shift) for shift in (0.0, -half, half)), self.pairs)
+        return Ratio(math.exp(self._mean), math.exp(self._mean - half), math.exp(self._mean + half), self.pairs)
 
 
 def mean_times(steps: Iterable[TimedStep]) -> tuple[float, float] | None:
@@ -161,4 +161,4 @@ def _student(freedom: int) -> float:
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,
         (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
     )
-    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
+    return z + math.fsum(term / freedom**power for power, term in enumerate(terms, 1))

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ddpobs import wire
-from ddpobs.steps.raw_step import AFTER_CHECKPOINT, CHECKPOINT, EVALUATION, WAITING
+from ddpobs.steps.raw_step import AFTER_CHECKPOINT, CHECKPOINT, EVALUATION, RESTING, WAITING
 
 _MAX_INTERVALS, _MAX_NAME = 16, 256
-_PRIORITY = (CHECKPOINT, WAITING, AFTER_CHECKPOINT, EVALUATION)
+_PRIORITY = (CHECKPOINT, WAITING, AFTER_CHECKPOINT, EVALUATION, RESTING)
 """Kinds in the order in which they claim a moment: a wait during an evaluation is a wait."""
 
 

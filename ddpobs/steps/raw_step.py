@@ -13,7 +13,7 @@ from ddpobs.wire import COMM_KINDS, OUTSIDE_KINDS, PHASES
 DATA, FORWARD, BACKWARD, EXPOSED_COMM, OPTIMIZER, OTHER = range(len(PHASES))
 NO_STEP = -1
 """Pseudo-phase of time between steps."""
-EVALUATION, CHECKPOINT, AFTER_CHECKPOINT, WAITING = range(len(OUTSIDE_KINDS))
+EVALUATION, CHECKPOINT, AFTER_CHECKPOINT, WAITING, RESTING = range(len(OUTSIDE_KINDS))
 _USER = COMM_KINDS.index("user")
 _MAX_OUTSIDE = 10_000
 """Intervals outside of steps that are kept before one step; later ones count as time between steps."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ddpobs.clocks import Stamp
 from ddpobs.steps.evaluation_guess import EvaluationGuess
 from ddpobs.steps.open_step import OpenStep
-from ddpobs.steps.raw_step import BACKWARD, FORWARD, OPTIMIZER, OTHER, Position, RawStep
+from ddpobs.steps.raw_step import BACKWARD, FORWARD, OPTIMIZER, OTHER, RESTING, Position, RawStep
 
 
 class Timeline:
@@ -163,6 +163,20 @@ class Timeline:
         """An optimizer steps on gradients that no rank exchanged; with its end the step is over."""
         if self.step is not None:
             self.step.stepped_alone = True
+
+    def rest_began(self) -> None:
+        """Telemetry rests: the open step ends, and what follows until the next event is no part of a step."""
+        self.end_outside()
+        if self.step is not None and self.step.has_trained:
+            self.close()
+        self.calls, self.base = [], OTHER
+        self.open().begin_outside(RESTING, self.stamp)
+        self.clean = self.gap_is_pure = False
+
+    def step_rested(self) -> None:
+        """Count a synchronised step in which telemetry rested."""
+        self.collective += 1
+        self.open().raw.number += 1
 
     def abandon(self) -> None:
         """End the open step without a result."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing.util import Finalize
+from threading import Event
 from typing import NamedTuple
 
 import torch
@@ -93,7 +94,8 @@ class Telemetry:
         self._recorders: list[ModuleRecorder] = []
         self._modules = 0
         self._run = ""
-        self._exporter = Exporter(config, self._encode, partial(has_passed, self._clock), self._settle)
+        self._awake = Event()
+        self._exporter = Exporter(config, self._encode, partial(has_passed, self._clock), self._settle, self._awake)
         self._rendezvous = Rendezvous(
             config,
             rank,
@@ -142,6 +144,7 @@ class Telemetry:
             counters=counters,
         )
         self._journal.waits.start_up = self._start_up_waits
+        self._journal.resting.measure(self._flow.own_cost, counters, self._awake)
         self._journal.evaluation.covers_all = self._evaluating
         self._observation = Observation(config, device, self._journal, counters, self._recorders, self._event)
         undo.callback(self._observation.stop)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from msgspec import structs
+
 from ddpobs import wire
 from ddpobs.clocks import Clock, Stamp
 from ddpobs.config import TelemetryConfig
 from ddpobs.never_raises import never_raises
 from ddpobs.recording.probes.compilations import Compilations
 from ddpobs.steps.account import Account, Piece, Tail
+from ddpobs.steps.own_cost import OwnCost
 from ddpobs.steps.raw_step import RawStep
 from ddpobs.steps.step_columns import RawSteps
 from ddpobs.steps.summary import Summary
@@ -29,6 +32,7 @@ class StepFlow:
         account: Where the process's wall time went until the first step.
 
     Attributes:
+        own_cost: Measures the cost of telemetry by its rests; None if it never rests.
         compilations: Compilations of torch.compile.
         finished: Training is over, without an error or an interrupt.
     """
@@ -39,6 +43,7 @@ class StepFlow:
         self._most_records = config.batch_spans / 4
         self._steps = RawSteps()
         self._tail = Tail(time.monotonic_ns())
+        self.own_cost = OwnCost(config.rest_every) if config.rest_every else None
         self.compilations = Compilations(config.traceback)
         self.finished = False
 
@@ -77,7 +82,8 @@ class StepFlow:
         """Return the account up to now, after these steps were added."""
         if summary is not None:
             self._account.add(summary.steps, summary.outside, summary.compiled_ns)
-        return self._account.at(self._tail, self.compilations.latest)
+        account = self._account.at(self._tail, self.compilations.latest)
+        return account if self.own_cost is None else structs.replace(account, telemetry=self.own_cost.estimate())
 
     @never_raises
     def read(self, steps: RawSteps, raw: RawStep) -> bool:

@@ -8,7 +8,15 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from ddpobs.shared.words import LABEL_COLUMNS, finding_heading, finding_lines, labelled, percent, shown_findings
+from ddpobs.shared.words import (
+    LABEL_COLUMNS,
+    finding_heading,
+    finding_lines,
+    labelled,
+    own_cost_text,
+    percent,
+    shown_findings,
+)
 from ddpobs.wire import printable
 
 MAX_PART_ROWS = 4
@@ -48,7 +56,7 @@ def box(
     findings = shown_findings(diagnosis)
     heading, parts, severity = _finding(findings) if findings else (diagnosis["summary"], [], "")
     rows = [row for label, text in parts for row in _part_rows(label, text, inner)]
-    rows += [*_bar(account["parts"], inner), printable(address)[:inner]]
+    rows += [*_bar(account["parts"], inner), *_own_cost(account.get("telemetry")), printable(address)[:inner]]
     framed = [f"│ {row:{inner}} │" for row in rows]
     code = _COLOURS.get(severity) if colour else None
     headed = [
@@ -79,6 +87,11 @@ def _part_rows(label: str, text: str, inner: int) -> list[str]:
 
 def _wrapped(text: str, columns: int) -> list[str]:
     return textwrap.wrap(printable(text), columns, max_lines=MAX_PART_ROWS, placeholder=" …")
+
+
+def _own_cost(cost: Mapping[str, Any] | None) -> list[str]:
+    """What telemetry adds to a step; nothing while it is not known."""
+    return [labelled("cost", own_cost_text(cost))] if cost else []
 
 
 def _bar(parts: Sequence[Mapping[str, Any]], inner: int) -> list[str]:

@@ -4,7 +4,7 @@ In msgpack a batch's integer columns are raw little-endian arrays, delta coded i
 separately, in the form in which they are stored. In JSON, meant for curl and for tests, columns are plain lists.
 """
 
-from ddpobs.wire.account import WARM_UP_STEPS, Account, Outside, OutsideInterval
+from ddpobs.wire.account import WARM_UP_STEPS, Account, Outside, OutsideInterval, TelemetryCost
 from ddpobs.wire.checks import check
 from ddpobs.wire.coding import JSON, MSGPACK, acknowledgement, decode, encode, encode_json, pack, pack_json, unpack
 from ddpobs.wire.fields import (
@@ -80,6 +80,7 @@ __all__ = [
     "Scalar",
     "Spans",
     "Steps",
+    "TelemetryCost",
     "Unused",
     "acknowledgement",
     "check",

@@ -8,6 +8,7 @@ import msgspec
 
 from ddpobs.wire.fields import UNKNOWN, Count, Name, Nanoseconds, Record, Total
 
+PositiveRatio = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 WARM_UP_STEPS = 10
 """Steps at the start of a process in which torch.compile is at work in an ordinary run: for its first sizes, a second
 one, accumulation and the first evaluation."""
@@ -23,6 +24,22 @@ class OutsideInterval(msgspec.Struct, frozen=True, array_like=True):
     total_ns: Total
 
 
+class TelemetryCost(Record, frozen=True, kw_only=True):
+    """Step time with telemetry over step time while it rests, on the run itself.
+
+    Attributes:
+        ratio: The ratio; 1.01 is one percent.
+        low: Lower bound of its 95 % interval.
+        high: Upper bound.
+        pairs: Number of rests that it is measured by.
+    """
+
+    ratio: PositiveRatio
+    low: PositiveRatio
+    high: PositiveRatio
+    pairs: Count
+
+
 class Outside(Record, frozen=True, kw_only=True):
     """Time outside of steps of one kind, since the source began.
 
@@ -34,7 +51,7 @@ class Outside(Record, frozen=True, kw_only=True):
             clock, and time outside of steps.
     """
 
-    kind: Literal["evaluation", "checkpoint", "after_checkpoint", "waiting"]
+    kind: Literal["evaluation", "checkpoint", "after_checkpoint", "waiting", "resting"]
     total_ns: Total
     count: Count
     intervals: Annotated[list[OutsideInterval], msgspec.Meta(max_length=32)] = msgspec.field(default_factory=list)
@@ -70,6 +87,7 @@ class Account(Record, frozen=True, kw_only=True):
         unrecorded_ns: Time between steps with dropped steps in between.
         open_step_ns: Time of the step under way.
         finished: Whether training has ended: later time is neither step nor between steps.
+        telemetry: Cost of telemetry, by steps in which it rested; None if it does not rest, or too seldom so far.
         checkpoint_step: Number of steps that had ended when the latest checkpoint was saved; `UNKNOWN` without a
             checkpoint.
     """
@@ -97,4 +115,5 @@ class Account(Record, frozen=True, kw_only=True):
     unrecorded_ns: Total = 0
     open_step_ns: Total = 0
     finished: bool = False
+    telemetry: TelemetryCost | None = None
     checkpoint_step: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=2**48)] = UNKNOWN

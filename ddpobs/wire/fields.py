@@ -18,9 +18,9 @@ COMM_KINDS = ("buffers", "unused_map", "user", "send", "receive")
 
 Older collectors know the first three, and refuse batches with others.
 """
-OUTSIDE_KINDS = ("evaluation", "checkpoint", "after_checkpoint", "waiting")
+OUTSIDE_KINDS = ("evaluation", "checkpoint", "after_checkpoint", "waiting", "resting")
 """Kinds of time outside of steps: `after_checkpoint` is work between a save and the next event of training, `waiting`
-collectives between steps."""
+collectives between steps, `resting` steps in which telemetry rested."""
 
 SYNCHRONISED, NO_ORIGIN = 1, 2
 """Bits of `Steps.flags`: gradients were reduced; no clean start to measure own time from."""

@@ -103,9 +103,10 @@ class Training:
         self.clock.now_ns += ns
 
     def fetch(self, ns: int, loader: int = 0) -> None:
-        self.journal.fetch_began(loader)
+        recorded = self.journal.fetch_began(loader)
         self.spend(ns)
-        self.journal.fetch_ended()
+        if recorded:
+            self.journal.fetch_ended()
 
     def forward(self, ns: int, training: bool = True) -> None:
         self.module.train(training)

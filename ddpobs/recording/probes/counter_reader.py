@@ -104,6 +104,11 @@ class CounterReader:
         except Exception:  # Telemetry never stops a training, such as one that closed all its descriptors.
             return ()
 
+    def begin_series(self) -> None:
+        """Begin a new series of readings: the next increase is not known."""
+        self._series += 1
+        self._until_usage = 0
+
     def look(self) -> None:
         """Decide how often page faults are counted, and find the quota; called from time to time on another thread."""
         self.quota.look()

@@ -10,6 +10,7 @@ from typing_extensions import TypedDict
 from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
 from ddpobs_server.api.deps import AttemptDep, ReportsDep, RunDep
 from ddpobs_server.api.fields import AttemptId, Goodput, RankId, RankNs, RunName, StepCount, Title, doc
+from ddpobs_server.api.own_cost import Telemetry
 from ddpobs_server.api.responses import json_response
 
 router = APIRouter(prefix="/api/v1/runs/{run}", tags=["diagnosis"], route_class=ConcurrencyLimitedRoute)
@@ -78,6 +79,7 @@ class Account(AccountTotal):
     summary: Annotated[
         str, doc("The account in a few sentences: goodput, work of the ranks, loss; empty if not known.")
     ]
+    telemetry: Telemetry
     attempts_left_out: Annotated[int, doc("Number of the training's oldest attempts that the account does not cover.")]
     attempts: Annotated[list[AttemptAccount], doc("The training's attempts, oldest first.")]
     missing: Annotated[list[str], doc("Questions that could not be answered, each with the reason.")]

@@ -21,6 +21,7 @@ from ddpobs_server.api.fields import (
     doc,
 )
 from ddpobs_server.api.findings import FindingResponse, StepLevel
+from ddpobs_server.api.own_cost import Telemetry
 from ddpobs_server.api.responses import json_response
 from ddpobs_server.reports.columns import RunColumns
 from ddpobs_server.reports.timeline import RunTimeline, TooManyStepsError
@@ -70,6 +71,7 @@ class Diagnostics(AttemptResponse):
     missing: Missing
     step_levels: Annotated[list[StepLevel], doc("Parts of the run with about the same step time.")]
     goodput: Goodput
+    telemetry: Telemetry
     time_shares: Annotated[dict[str, float], doc("Share of the run's wall time, by group.")]
 
 

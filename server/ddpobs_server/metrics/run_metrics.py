@@ -94,6 +94,12 @@ def _time_shares(present: Present) -> _Rows:
         yield from present.diagnosis.time_shares.items()
 
 
+def _overhead(name: str) -> Callable[[Present], _Rows]:
+    return lambda present: (
+        iter([(present.diagnosis.telemetry[name],)]) if present.diagnosis and present.diagnosis.telemetry else iter(())
+    )
+
+
 def _hang(present: Present) -> _Rows:
     if present.diagnosis and present.diagnosis.hang is not None:
         place, ranks = present.diagnosis.hang
@@ -175,6 +181,14 @@ PRESENT: tuple[Metric[Present], ...] = (
     ),
     gauge("goodput_ratio", "Time in steps that no restart repeated, as a share of the run's wall time.", (), _goodput),
     gauge("time_share_ratio", "Share of a group of the account in the run's wall time.", ("group",), _time_shares),
+    gauge(
+        "telemetry_overhead_ratio",
+        "What telemetry adds to a step, as a share of a step in which it rested.",
+        (),
+        _overhead("cost_ratio"),
+    ),
+    gauge("telemetry_overhead_low_ratio", "Lower bound of its 95 % interval.", (), _overhead("low_ratio")),
+    gauge("telemetry_overhead_high_ratio", "Upper bound of its 95 % interval.", (), _overhead("high_ratio")),
     gauge("run_state", "1; the run's state is a label.", ("state",), lambda present: [(present.state, 1)]),
     gauge(
         "hang_info",

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.words import own_cost_text
 from ddpobs_server.analysis.account.parts import GROUP_TITLES, PARTS, TITLES, group_of, is_lost, is_productive
 from ddpobs_server.analysis.account.rank_account import Process
 from ddpobs_server.analysis.account.run_account import AttemptAccount, Launch, Total, account_of
 from ddpobs_server.analysis.account.summary import account_summary
+from ddpobs_server.analysis.own_cost import own_cost
 from ddpobs_server.analysis.steps.joined_steps import index_ranks
 from ddpobs_server.analysis.steps.waiting import waiting_ns
 from ddpobs_server.reports.liveness import world_size_of
@@ -145,6 +147,7 @@ def account_json(store: Store, run: str, attempt: str, price: float | None) -> d
     covered = attempts_within_limits(training, attempt)
     moving_ns = moving_ns_a_step(*store.steps(run, attempt)) if has_few_steps(sources) else {}
     account = account_of(launches_of(store, run, covered, {attempt: sources}, {attempt: moving_ns}))
+    cost = own_cost_json(processes_of(sources))
     devices = {source.hello.device for source in sources if source.hello}
     return {
         "run": run.rpartition("/")[2],
@@ -152,7 +155,8 @@ def account_json(store: Store, run: str, attempt: str, price: float | None) -> d
         "unit": "rank-hour" if devices <= {"cpu"} else "gpu-hour",
         "price_per_hour": price,
         **_total_json(account, price),
-        "summary": account_summary(account),
+        "summary": " ".join(filter(None, (account_summary(account), cost and f"{own_cost_text(cost).capitalize()}."))),
+        "telemetry": cost,
         "attempts_left_out": len(training) - len(covered),
         "attempts": [
             {
@@ -171,6 +175,16 @@ def account_json(store: Store, run: str, attempt: str, price: float | None) -> d
             for rank, reason in part.missing.items()
         ],
     }
+
+
+def own_cost_json(processes: Sequence[Process]) -> dict[str, Any] | None:
+    """Return what telemetry adds to a step, as shares of a step without it; None if it is not known."""
+    measured = own_cost(processes)
+    if measured is None:
+        return None
+    rank, cost = measured
+    bounds = {"cost_ratio": cost.ratio - 1, "low_ratio": cost.low - 1, "high_ratio": cost.high - 1}
+    return {**bounds, "rests": cost.pairs, "rank": rank}
 
 
 def _total_json(total: Total, price: float | None) -> dict[str, Any]:

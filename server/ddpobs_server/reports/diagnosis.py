@@ -27,6 +27,7 @@ from ddpobs_server.reports.account_json import (
     has_few_steps,
     launches_of,
     moving_ns_a_step,
+    own_cost_json,
     processes_of,
 )
 from ddpobs_server.reports.judged_steps import JudgedSteps, read_judged_steps
@@ -86,6 +87,7 @@ class Diagnosis:
             "step_levels": _step_levels(evidence, judged),
             "goodput": evidence.account.goodput if evidence.account else None,
             "time_shares": evidence.account.group_shares() if evidence.account else {},
+            "telemetry": own_cost_json(evidence.processes),
         }
 
     def fitted(self, run: str, attempt: str) -> Fitted | str:

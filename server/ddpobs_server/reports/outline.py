@@ -49,6 +49,7 @@ class DiagnosisOutline:
         missing: Number of findings that could not be judged.
         goodput: Time in steps that no restart repeated, as a share of the run's wall time; None if it is not known.
         time_shares: Share of each group of the account in the wall time.
+        telemetry: Cost of telemetry, as in a response; None if it is not known.
         hang: Place and ranks of a hang that has not ended; None without one.
     """
 
@@ -60,6 +61,7 @@ class DiagnosisOutline:
     missing: int
     goodput: float | None
     time_shares: Mapping[str, float]
+    telemetry: Mapping[str, float] | None
     hang: tuple[str, str] | None
 
     @classmethod
@@ -75,6 +77,7 @@ class DiagnosisOutline:
             missing=len(diagnosis["missing"]),
             goodput=diagnosis["goodput"],
             time_shares=diagnosis["time_shares"],
+            telemetry=diagnosis["telemetry"],
             hang=_hang(findings),
         )
 

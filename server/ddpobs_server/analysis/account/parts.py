@@ -11,11 +11,12 @@ STEPS = ("data", "forward", "backward", WAITING, "exposed_comm", "optimizer", "o
 COMPILING = ("recompile", "waiting_for_compile")
 OUTSIDE = ("evaluation", "checkpoint", "waiting", "waiting_in_steps", "unexplained")
 RESTARTS = ("restart", "repeated_steps")
-REST = ("open_step", "stuck", "unfinished_step", "finish", "idle", "unrecorded", "not_known")
+REST = ("resting", "open_step", "stuck", "unfinished_step", "finish", "idle", "unrecorded", "not_known")
 PARTS = (*STEPS, *COMPILING, *OUTSIDE, *START_UP, *RESTARTS, *REST)
 """All parts of the wall time."""
 _GROUPS = {
     **dict.fromkeys((*STEPS, *COMPILING), "steps"),
+    "resting": "steps",
     "open_step": "steps",
     **dict.fromkeys(OUTSIDE, "outside"),
     **dict.fromkeys(START_UP, "start_up"),
@@ -41,6 +42,7 @@ TITLES = {
     "other": "steps: other",
     "recompile": "steps: torch.compile in mid-run",
     "waiting_for_compile": "steps: waiting for a rank that compiles in mid-run",
+    "resting": "steps: without telemetry, to measure its cost",
     "open_step": "the step under way",
     "evaluation": "evaluation",
     "checkpoint": "checkpoints",
@@ -62,7 +64,7 @@ TITLES = {
     "unrecorded": "dropped steps",
     "not_known": "not known",
 }
-_PRODUCTIVE = {*STEPS, "open_step"}
+_PRODUCTIVE = {*STEPS, "resting", "open_step"}
 _LOST_IN_STEPS = {WAITING, "exposed_comm"}
 Parts = dict[str, int]
 """Nanoseconds by part; parts without time are left out."""

@@ -13,6 +13,7 @@ _OUTSIDE_KINDS = {
     "checkpoint": "checkpoint",
     "after_checkpoint": "checkpoint",
     "waiting": "waiting",
+    "resting": "resting",
 }
 
 _WAITS = {
