@@ -55,11 +55,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             or a callable that takes the process group and returns a `ddpobs.comm.BucketComm`.
             docs/communication.md lists the names, and the cost of each strategy.
         round_robin_groups: Number of process groups over which buckets are distributed in turn.
-        **kwargs: Torch's.
+        **kwargs: Torch's. `bucket_cap_mb="auto"` tries the buckets that the first steps predict to be best, and keeps
+            them where they prove to be faster; it needs the plain all-reduce.
 
     Raises:
-        ConfigError: A telemetry setting, `comm`, `round_robin_groups` or `torch._dynamo.config.optimize_ddp` has an
-            invalid value.
+        ConfigError: A telemetry setting, `bucket_cap_mb`, `comm`, `round_robin_groups` or
+            `torch._dynamo.config.optimize_ddp` has an invalid value, or one that "auto" excludes.
         DataParallelError: The module is a `torch.nn.DataParallel`.
         ModelsDifferError: The ranks' parameters, buffers or flags differ. Raised on every rank.
         UnusedParametersError: A parameter got no gradient on some rank, and `find_unused_parameters` is off. Raised by
@@ -86,12 +87,16 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._telemetry_config = resolve(telemetry, os.environ)
         self._comm_factory = choose(comm, round_robin_groups)
         self._recorder: ModuleObserver | None = None
+        bound = _ARGUMENTS.bind(self, module, *args, **kwargs)
         self._arguments: dict[str, Any] | None = {
-            **_ARGUMENTS.bind(self, module, *args, **kwargs).arguments,
+            **bound.arguments,
             "comm": comm,
             "round_robin_groups": round_robin_groups,
         }
-        super().__init__(module, *args, **kwargs)
+        self._tunes_buckets = _tunes_buckets(self._arguments)
+        if self._tunes_buckets:
+            bound.arguments["bucket_cap_mb"] = None
+        super().__init__(*bound.args[1:], **bound.kwargs)
         self._arguments = None  # A copy is not compared between the ranks: a single rank may make it.
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -180,6 +185,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             "forward_sync_buffers": bool(self.broadcast_buffers),
             "mixed_precision": self.mixed_precision,
             "comm": name_of(arguments["comm"]),
+            "bucket_cap_mb": "auto" if self._tunes_buckets else "",
             "round_robin_groups": arguments["round_robin_groups"],
         }
         syncs_buffers = self.broadcast_buffers or arguments.get("forward_sync_buffers") is not None
@@ -246,6 +252,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             skip_unused=self.skip_all_reduce_unused_params and self.find_unused_parameters and not static_graph,
             static_graph=static_graph,
             as_views=self.gradient_as_bucket_view,
+            tunes_buckets=self._tunes_buckets,
         )
 
     def _construction_facts(self, parameters: list[torch.nn.Parameter]) -> dict[str, str | int]:
@@ -342,6 +349,21 @@ def _refuse_compiled_reducer() -> None:
         raise ConfigError(
             "torch._dynamo.config.optimize_ddp", "True or False, because that mode has its own reducer", mode
         )
+
+
+def _tunes_buckets(arguments: Mapping[str, Any]) -> bool:
+    """Return whether the buckets are to be tuned, and refuse what cannot be together with it."""
+    cap = arguments.get("bucket_cap_mb")
+    if isinstance(cap, str) and cap != "auto":
+        raise ConfigError("bucket_cap_mb", 'a number of MB, None or "auto"', cap)
+    if cap != "auto":
+        return False
+    plain = {"comm": (None, "all_reduce"), "round_robin_groups": (1,)}
+    others = {"static_graph": (None, False), "find_unused_parameters": (None, False), "bucket_cap_mb_list": (None, [])}
+    for name, allowed in {**plain, **others}.items():
+        if (value := arguments.get(name, allowed[0])) not in allowed:
+            raise ConfigError(name, f'{allowed[0]} with bucket_cap_mb="auto"', value)
+    return True
 
 
 def _names(module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> list[str]:

@@ -126,12 +126,18 @@ class Layout:
         last_arrivals = list(dict.fromkeys(reversed(arrivals)))[::-1]
         absent = sorted(set(range(len(self.parameters))) - set(last_arrivals))
         order = torch.tensor(last_arrivals + absent, dtype=torch.int64, device=self.parameters[0].device)
-        shared = order.new_tensor([self._shares_memory()])
         wait_for(broadcast_from_first(group, [order]))
-        # Torch's DDP makes two collectives here, and neither is an all-reduce.
+        return self.rebuild(
+            assignment.assign_in_order(self.parameters, order.tolist(), limits_bytes, self.expect_sparse), group
+        )
+
+    def rebuild(self, assignment: Sequence[Sequence[int]], group: dist.ProcessGroup) -> bool:
+        """Build these buckets, the same on every rank. A collective call; returns as `rebuild_in_order`."""
+        shared = torch.tensor([self._shares_memory()], dtype=torch.int64, device=self.parameters[0].device)
+        # Torch's DDP makes two collectives in a rebuild, and neither is an all-reduce.
         if any(torch.cat(values_of_all(group, shared)).tolist()):
             return False
-        self.build(assignment.assign_in_order(self.parameters, order.tolist(), limits_bytes, self.expect_sparse))
+        self.build(assignment)
         return True
 
     def _shares_memory(self) -> bool:

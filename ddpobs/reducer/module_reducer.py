@@ -14,10 +14,11 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from ddpobs.buckets.bucket import Bucket
-from ddpobs.comm import CommFactory, CommHook
+from ddpobs.comm import CommFactory, CommHook, Pending
 from ddpobs.errors import ReducerError
 from ddpobs.observers import ModuleObserver
 from ddpobs.reducer import model_check, pipeline_steps, shared_parameters, zero_participation
+from ddpobs.reducer.auto_caps import AutoCaps
 from ddpobs.reducer.ddp_timings import Timings
 from ddpobs.reducer.fault_broadcast import Fault
 from ddpobs.reducer.front_end import FrontEnd
@@ -75,6 +76,7 @@ class ModuleReducer(FrontEnd):
         first_bucket_bytes: Size of each bucket before.
         error: The last error's message; empty if there was none.
         gradient_order: Indices of the parameters as their gradients arrived in the last backward that was observed.
+        auto_caps: Tries other buckets, once they have been rebuilt; None unless the settings ask for it.
         after_step: In a step of a pipeline's schedule, called when the buckets have arrived.
     """
 
@@ -120,6 +122,7 @@ class ModuleReducer(FrontEnd):
         self._substitution = Substitution(module, names[0], parameters[0])
         self.gradient_order: list[int] = []
         self._compared_comm = False
+        self.auto_caps: AutoCaps | None = None
         self._launched_in_step: list[ModuleReducer] | None = None
         self.after_step: Callable[[], object] | None = None
 
@@ -182,6 +185,8 @@ class ModuleReducer(FrontEnd):
             self._forward_work = None
         self._compare_comm()
         self.timings.mark("backward_began")
+        if self.auto_caps is not None:
+            self.auto_caps.backward_began(self.forwards)
         if self._open:
             shared_parameters.share(self.core, [r.core for r in self._open_reducers() if not r.awaits_step_end])
         self._open.append(self._weak_self)
@@ -226,7 +231,13 @@ class ModuleReducer(FrontEnd):
 
     @override
     def arrival_callbacks(self) -> list[Callable[[int], None]]:
-        return [self.timings.ready] if self.timings.sampling else []
+        sampled: list[Callable[[int], None]] = [self.timings.ready] if self.timings.sampling else []
+        return sampled if self.auto_caps is None else [*sampled, *self.auto_caps.arrival_callbacks]
+
+    @override
+    def bucket_launched(self, bucket: Bucket, pending: Pending) -> None:
+        if self.auto_caps is not None:
+            self.auto_caps.bucket_launched(bucket, pending)
 
     @override
     def first_launch(self) -> None:
@@ -278,6 +289,11 @@ class ModuleReducer(FrontEnd):
     @override
     def parameters_added(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._dtypes += map(_dtype, parameters)
+        self._keep_buckets("parameters were added")
+
+    def _keep_buckets(self, reason: str) -> None:
+        if self.auto_caps is not None:
+            self.auto_caps.stop(reason)
 
     @override
     def reset(self) -> None:
@@ -340,6 +356,8 @@ class ModuleReducer(FrontEnd):
         """Take part in another rank's backward, as a rank that is out of data."""
         self._compare_comm()
         zero_participation.participate(self.core)
+        if self.auto_caps is not None:
+            self.auto_caps.shadowed()
 
     def remove_hooks(self) -> None:
         """Release the parameters: their gradients are no longer reduced."""
@@ -347,6 +365,7 @@ class ModuleReducer(FrontEnd):
 
     def set_group(self, group: dist.ProcessGroup) -> None:
         """Reduce over this process group from now on."""
+        self._keep_buckets("the process group was changed")
         self._open = _open.setdefault(group, [])
         self._compared_comm = False  # Its ranks may be others.
         self.core.set_group(group, keeps_comm=isinstance(self.core.comm, CommHook))

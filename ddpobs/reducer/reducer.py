@@ -353,15 +353,17 @@ class Reducer:
 
     # ------------------------------------------------------------------ changes of the setup
 
-    def rebuild(self) -> bool:
-        """Rebuild the buckets in the order in which gradients arrived last on rank 0. A collective call.
+    def rebuild(self, buckets: Sequence[Sequence[int]] | None = None) -> bool:
+        """Build these buckets, or fill them in the order in which gradients arrived last on rank 0. A collective call.
 
-        Returns:
-            False if the buckets have to stay as they are.
+        Returns False if the buckets have to stay as they are.
         """
         arrivals, self.readiness.order = self.readiness.order or [], None
         start = self.recorder.now() if self.recorder is not None else 0
-        rebuilt = self.layout.rebuild_in_order(arrivals, self.settings.rebuilt_limits_bytes, self.group)
+        if buckets is None:
+            rebuilt = self.layout.rebuild_in_order(arrivals, self.settings.rebuilt_limits_bytes, self.group)
+        else:
+            rebuilt = self.layout.rebuild(buckets, self.group)
         if self.recorder is not None:  # As in the buffers' broadcast, most of it is the wait for a slow rank.
             self.recorder.communicated("buffers", start, self.recorder.now())
         if not rebuilt:

@@ -20,6 +20,7 @@ class Settings:
         as_views: Gradients may be views of the buckets, which the next backward overwrites, as with
             `gradient_as_bucket_view`. Otherwise a gradient that user code still holds keeps its memory.
         assignment: Indices of each bucket's parameters, in launch order; None to fill buckets by size.
+        tunes_buckets: Try other buckets during training, and keep those that prove to be faster.
         ends_with_engine: The engine's last callback ends a backward. Otherwise the front end calls `finish`.
     """
 
@@ -31,4 +32,5 @@ class Settings:
     missing_as_zero: bool = False
     as_views: bool = False
     assignment: Sequence[Sequence[int]] | None = None
+    tunes_buckets: bool = False
     ends_with_engine: bool = True

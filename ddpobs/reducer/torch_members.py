@@ -12,6 +12,7 @@ from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm import AllReduce, CommHook, GradBucket
 from ddpobs.errors import ReducerError
 from ddpobs.reducer import zero_participation
+from ddpobs.reducer.auto_caps import AutoCaps
 from ddpobs.reducer.module_reducer import ModuleReducer, logs_errors
 from ddpobs.torch_seam.collectives import all_reduce
 
@@ -63,10 +64,14 @@ class TorchReducer(ModuleReducer):
     # ------------------------------------------------------------------ further members of torch's reducer
 
     def _rebuild_buckets(self) -> bool:
-        """Rebuild the buckets once, after the first backward."""
-        if not self._readiness.order or self._readiness.active:
+        """Rebuild the buckets after the first backward, and whenever `AutoCaps` changes them."""
+        if self._readiness.active:
             return False
+        if not self._readiness.order:
+            return self.auto_caps is not None and self.auto_caps.before_forward()
         self.rebuilt = self.core.rebuild()
+        if self.rebuilt and self.core.settings.tunes_buckets:
+            self.auto_caps = AutoCaps(self.core)
         return self.rebuilt
 
     def _push_all_rebuilt_params(self) -> None:

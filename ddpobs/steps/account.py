@@ -163,8 +163,9 @@ class Account:
                 unexplained = pieces.get(index, [])
                 self._prepare_ns = self._claim(step, self._start_up.ready_ns, start_ns, unexplained, self._totals)
             elif start_ns > previous_ns:
-                rest_ns = self._claim(step, previous_ns, start_ns, pieces.get(index, []), self._totals)
-                if step == previous + 1:
+                around = pieces.get(index, [])
+                rest_ns = self._claim(step, previous_ns, start_ns, around, self._totals)
+                if step == previous + 1 or any(piece.kind == RESTING for piece in around):
                     self._between_ns += rest_ns
                 else:
                     self._unrecorded_ns += rest_ns

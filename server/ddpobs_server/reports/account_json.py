@@ -155,7 +155,9 @@ def account_json(store: Store, run: str, attempt: str, price: float | None) -> d
         "unit": "rank-hour" if devices <= {"cpu"} else "gpu-hour",
         "price_per_hour": price,
         **_total_json(account, price),
-        "summary": " ".join(filter(None, (account_summary(account), cost and f"{own_cost_text(cost).capitalize()}."))),
+        "summary": " ".join(
+            filter(None, (account_summary(account), f"{own_cost_text(cost).capitalize()}." if cost else ""))
+        ),
         "telemetry": cost,
         "attempts_left_out": len(training) - len(covered),
         "attempts": [

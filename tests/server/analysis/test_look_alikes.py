@@ -139,6 +139,12 @@ def reported(kind: str) -> Evidence:
     return steps(slow(), events=[(0, wire.Event(kind=kind, at_ns=0, step=3, detail=detail))])
 
 
+def rested(low: float) -> Evidence:
+    """Telemetry adds 2 % to a step."""
+    cost = wire.TelemetryCost(ratio=1.02, low=low, high=2.04 - low, pairs=12)
+    return failed_run(processes=[process(0, telemetry=cost)])
+
+
 def time_outside(second_start_s: int, *, completed: bool) -> Evidence:
     """Two attempts; the later one starts long after the earlier one, which failed or is another training."""
     known: dict[str, Any] = {"steps": 50, "phases_ns": phases(backward=90), "checkpoint_step": 50}
@@ -215,6 +221,7 @@ PAIRS: dict[str, Pair] = {
     "telemetry-loss": Pair(
         lambda: failed_run(dropped={1: 3}, emitted={1: 100}), lambda: failed_run(dropped={1: 0}, emitted={1: 100})
     ),
+    "telemetry-overhead": Pair(lambda: rested(low=1.015), lambda: rested(low=1.0)),
     "time-outside-steps": Pair(lambda: time_outside(2000, completed=False), lambda: time_outside(2000, completed=True)),
     "unused-parameters": Pair(lambda: unused(["head"]), lambda: unused(["head"], [])),
     "utilisation-swings": Pair(lambda: swings(4), lambda: swings(1)),
