@@ -69,6 +69,11 @@ class AutoCaps:
         """Number of backward passes at which `_act` is due; negative for never."""
         self._act: Callable[[], None] = self._plan
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether no sample and no trial is under way."""
+        return self._act_at < 0 or self._act == self._look
+
     # ------------------------------------------------------------------ events of training
 
     def backward_began(self, forwards: int) -> None:

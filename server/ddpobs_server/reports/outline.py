@@ -77,7 +77,7 @@ class DiagnosisOutline:
             missing=len(diagnosis["missing"]),
             goodput=diagnosis["goodput"],
             time_shares=diagnosis["time_shares"],
-            telemetry=diagnosis["telemetry"],
+            telemetry=diagnosis.get("telemetry"),
             hang=_hang(findings),
         )
 
