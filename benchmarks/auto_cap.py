@@ -146,10 +146,10 @@ def report(results: dict[str, dict[str, Any]]) -> str:
         seconds, tried = measured["seconds"], measured["tried"]
         swept = [name for name in seconds if name != AUTO]
         best = min(swept, key=lambda name: sum(seconds[name]))
-        against = [_text(ratio([seconds[AUTO]], [seconds[name]])) for name in (DEFAULT, best)]
+        against = [str(ratio([seconds[AUTO]], [seconds[name]])) for name in (DEFAULT, best)]
         lost = tried["took_s"] / tried["default_s"] - tried["steps"]
         buckets = " ".join(f"{size / 2**20:.1f}" for size in tried["bucket_bytes"])
-        equal = "–" if measured["aa"] is None else _text(Ratio(*measured["aa"]))
+        equal = "–" if measured["aa"] is None else str(Ratio(*measured["aa"]))
         rows.append(
             [rate, against[0], best, against[1], f"{tried['steps']} steps, {lost:+.1f} of them", buckets, equal]
         )
@@ -163,10 +163,6 @@ def report(results: dict[str, dict[str, Any]]) -> str:
         "aa",
     ]
     return rows_of(head, rows)
-
-
-def _text(value: Ratio) -> str:
-    return f"{value.ratio:.3f} [{value.low:.3f}, {value.high:.3f}]"
 
 
 def main() -> None:

@@ -48,7 +48,7 @@ def _tuned(limits: list[list[int]], **options: Any) -> tuple[DistributedDataPara
     def report(caps: AutoCaps, outcome: str, **detail: Any) -> None:
         reports.append((outcome, caps._backwards))
 
-    patches = [
+    patches: list[Any] = [
         patch.object(caps_sample, "_limits", lambda _: limits),
         patch.object(AutoCaps, "_report", report),
         patch.object(auto_caps, "LOOK_EVERY", 64),
@@ -151,7 +151,7 @@ def _stopped(rank: int, _: int) -> tuple[list[str], list[int]]:
     return [outcome for outcome, _ in reports], model.reducer.bucket_bytes
 
 
-def _averaged(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _averaged(bucket: Any) -> Any:
     work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 

@@ -73,7 +73,10 @@ class RunTimeline(AttemptReader):
         anchor = min(sources, key=lambda source: source.rank).anchor if sources else None
         wall_offset_ns = None if anchor is None else anchor.wall_ns - anchor.monotonic_ns
         layouts = self.store.layouts(self.run, self.attempt)[0]
-        return chrome_trace.chrome_trace(*self._on_one_clock(begin, end), layouts, wall_offset_ns)
+        events = self.store.first_events(self.run, self.attempt)
+        changes = [(rank, event) for rank, event in events if event.kind.startswith(chrome_trace.BUCKET_CHANGES)]
+        steps_and_spans = self._on_one_clock(begin, end)
+        return chrome_trace.chrome_trace(*steps_and_spans, layouts, wall_offset_ns, changes_of_buckets=changes)
 
     def noise_ns(self, last: int) -> int:
         """Return how far apart the ranks end one all-reduce on aligned clocks, measured on some of the latest spans."""

@@ -25,7 +25,7 @@ def make_costly() -> None:
         time.sleep(0.003)
         finished(recorder, record)
 
-    ModuleRecorder.finished = costly  # type: ignore[method-assign]
+    ModuleRecorder.finished = costly  # type: ignore[method-assign,assignment]
 
 
 def main(kind: str) -> None:

@@ -28,9 +28,21 @@ def trace() -> tuple[wire.Steps, list[Any]]:
     return steps, events_of((rank, steps), bucket_spans, offsets_ns((rank, steps), bucket_spans)[0])
 
 
-def events_of(*arguments: Any) -> list[Any]:
-    events: list[Any] = msgspec.json.decode(msgspec.json.encode(list(chrome_trace(*arguments)["traceEvents"])))
+def events_of(*arguments: Any, **others: Any) -> list[Any]:
+    trace = chrome_trace(*arguments, **others)
+    events: list[Any] = msgspec.json.decode(msgspec.json.encode(list(trace["traceEvents"])))
     return events
+
+
+def test_a_change_of_the_buckets_is_a_moment_of_its_rank_in_its_step() -> None:
+    rank, steps = columns(own_times(3, 2, seed=0))
+    kept = wire.Event(kind="bucket_caps_kept", at_ns=int(steps.start_ns[0]) + 5 * MS, step=1, detail={"ratio": 0.9})
+    later = wire.Event(kind="bucket_caps_tried", at_ns=int(steps.start_ns[0]), step=77, detail={})
+    some = spans([0], [(0, 0, *[int(steps.start_ns[0])] * 3)])
+    events = events_of((rank, steps), some, {1: 2 * MS}, changes_of_buckets=[(1, kept), (1, later)])
+    (moment,) = [event for event in events if event["ph"] == "i"]
+    assert (moment["name"], moment["pid"], moment["args"]) == ("bucket caps kept", 1, {"ratio": 0.9})
+    assert moment["ts"] == pytest.approx(7000, abs=3000)
 
 
 def test_the_phases_of_a_step_add_up_and_follow_each_other() -> None:

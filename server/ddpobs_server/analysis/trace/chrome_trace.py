@@ -16,6 +16,7 @@ from ddpobs_server.analysis.trace.events import (
     ALL_RANKS,
     PHASES_TRACK,
     STEPS_TRACK,
+    Moment,
     Slice,
     StepArgs,
     WholeStepArgs,
@@ -25,6 +26,8 @@ from ddpobs_server.analysis.trace.events import (
 )
 from ddpobs_server.analysis.trace.waits import Waits, changes
 
+BUCKET_CHANGES = "bucket_caps_"
+"""Begin of the kinds of events that `bucket_cap_mb="auto"` sends."""
 EVENTS = {"steps": 1 + len(wire.PHASES) + 2, "spans": 4}
 """Maximum number of events of a row of each kind, without counters.
 
@@ -38,6 +41,8 @@ def chrome_trace(
     offsets: dict[int, int],
     layouts: Sequence[wire.Layout] = (),
     wall_offset_ns: int | None = None,
+    *,
+    changes_of_buckets: Sequence[tuple[int, wire.Event]] = (),
 ) -> dict[str, Any]:
     """Steps, phases, buckets and waiting, in microseconds since the first step.
 
@@ -49,6 +54,7 @@ def chrome_trace(
         offsets: Offset in ns of each rank's clock, as `clock_alignment.offsets_ns` returns it.
         layouts: The buckets of each module. Without their sizes, waiting and moving are not told apart.
         wall_offset_ns: Unix time minus the lowest rank's clock; None if unknown.
+        changes_of_buckets: Ranks and events of `bucket_cap_mb="auto"`; those of other steps are left out.
 
     Returns:
         The trace, for msgspec to encode; its events are an iterator, because those of a large step take gigabytes.
@@ -66,6 +72,7 @@ def chrome_trace(
         tracks.names(),
         _step_slices(rank, columns, start_ns, began),
         _phase_slices(rank, columns, start_ns),
+        _moments(changes_of_buckets, columns, offsets, origin_ns),
         tracks.gradients(),
         tracks.reductions(),
         chain(waits.slices(), waits.arrows()) if waits is not None else (),
@@ -81,6 +88,16 @@ def _process_names(ranks: wire.Ints) -> Iterator[dict[str, Any]]:
         yield name_process(rank, f"rank {rank}")
         yield name_track(rank, STEPS_TRACK, "steps")
         yield name_track(rank, PHASES_TRACK, "phases")
+
+
+def _moments(
+    events: Sequence[tuple[int, wire.Event]], steps: wire.Steps, offsets: dict[int, int], origin_ns: int
+) -> Iterator[Moment]:
+    shown = set(steps.step.tolist())
+    for rank, event in events:
+        if event.step in shown and event.at_ns != wire.UNKNOWN:
+            at_us = (event.at_ns + offsets.get(rank, 0) - origin_ns) / 1e3
+            yield Moment(event.kind.replace("_", " "), rank, STEPS_TRACK, at_us, dict(event.detail))
 
 
 def _counters(start_ns: wire.Ints, end_ns: wire.Ints, waits: Waits | None) -> Iterator[dict[str, Any]]:

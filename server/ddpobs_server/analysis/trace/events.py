@@ -14,6 +14,8 @@ from typing import Any, Literal
 import msgspec
 import numpy.typing as npt
 
+from ddpobs import wire
+
 ALL_RANKS = 2**21
 """Process of the counters, above any rank."""
 STEPS_TRACK, PHASES_TRACK = ALL_RANKS + 1, ALL_RANKS + 2
@@ -69,6 +71,17 @@ class Slice(msgspec.Struct, tag_field="ph", tag="X", gc=False):
     ts: float
     dur: float
     args: StepArgs
+
+
+class Moment(msgspec.Struct, tag_field="ph", tag="i", gc=False):
+    """An event without duration, drawn over the tracks of its process (`s` is `p`)."""
+
+    name: str
+    pid: int
+    tid: int
+    ts: float
+    args: dict[str, wire.Scalar]
+    s: Literal["p"] = "p"
 
 
 class ArrowStart(msgspec.Struct, tag_field="ph", tag="s", gc=False):
