@@ -4,9 +4,7 @@
 
 Two ranks have a network namespace each; needs root. On each link a training with auto first decides alone: that is the
 cost of trying. Then the default, each cap and auto take turns of some steps in one process, in a new order each round.
-The last column but one compares auto with the fastest setting of the sweep.
-
-`aa` trains twice with the same buckets, by turns as in a trial: the interval of `PairedRatio` should hold 1.
+`auto / best` compares it with the fastest setting of the sweep.
 """
 
 from __future__ import annotations
@@ -28,11 +26,9 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.links import INTERFACE, address, links
-from benchmarks.pairs import Ratio, ratio
+from benchmarks.pairs import ratio
 from benchmarks.tables import rows_of
 from ddpobs import DistributedDataParallel
-from ddpobs.reducer import auto_caps
-from ddpobs.shared.paired_blocks import PairedRatio, TimedStep, Turns
 
 _RANKS, _LAYERS, _WIDTH, _ROWS = 2, 24, 320, 768
 """10 MB of gradients, which take about as long to compute as to send at 1 Gbit/s."""
@@ -72,9 +68,8 @@ def _rank_main(rank: int, options: argparse.Namespace) -> None:
         for name in order:
             steps[name]()  # It fills the caches.
             seconds[name].append(_seconds(steps[name], _TURN_STEPS) / _TURN_STEPS)
-    equal = _equal_arms(steps[DEFAULT], options.rounds)
     if rank == 0:
-        Path(options.results).write_text(json.dumps({"seconds": seconds, "tried": tried, "aa": equal}))
+        Path(options.results).write_text(json.dumps({"seconds": seconds, "tried": tried}))
     dist.barrier()
 
 
@@ -93,19 +88,6 @@ def _decide(rank: int) -> dict[str, Any]:
         count += 1
     took_s = time.perf_counter() - began
     return {"step": step, "steps": count, "took_s": took_s, "bucket_bytes": ddp.reducer.bucket_bytes}
-
-
-def _equal_arms(step: Step, groups: int) -> list[float] | None:
-    """Ratio and interval of two arms that are the same."""
-    turns, paired = Turns(auto_caps.BLOCK_STEPS, seed=1), PairedRatio()
-    for group in range(groups):
-        first = group * turns.group_steps
-        paired.add(
-            TimedStep(turns.arm(number), int(1e9 * _seconds(step, 1)))
-            for number in range(first, first + turns.group_steps)
-        )
-    estimate = paired.estimate()
-    return None if estimate is None else [estimate.ratio, estimate.low, estimate.high]
 
 
 def _seconds(step: Step, count: int) -> float:
@@ -149,10 +131,7 @@ def report(results: dict[str, dict[str, Any]]) -> str:
         against = [str(ratio([seconds[AUTO]], [seconds[name]])) for name in (DEFAULT, best)]
         lost = tried["took_s"] / tried["default_s"] - tried["steps"]
         buckets = " ".join(f"{size / 2**20:.1f}" for size in tried["bucket_bytes"])
-        equal = "–" if measured["aa"] is None else str(Ratio(*measured["aa"]))
-        rows.append(
-            [rate, against[0], best, against[1], f"{tried['steps']} steps, {lost:+.1f} of them", buckets, equal]
-        )
+        rows.append([rate, against[0], best, against[1], f"{tried['steps']} steps, {lost:+.1f} of them", buckets])
     head = [
         "link",
         "auto / default",
@@ -160,7 +139,6 @@ def report(results: dict[str, dict[str, Any]]) -> str:
         "auto / best",
         "trying, and what it lost",
         "buckets, MB",
-        "aa",
     ]
     return rows_of(head, rows)
 
