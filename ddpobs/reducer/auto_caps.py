@@ -112,8 +112,11 @@ class AutoCaps:
             self._sample.launched(bucket.index, pending)
 
     def before_forward(self) -> bool:
-        """Do what is due at this number of backward passes; return whether the buckets changed. A collective call."""
-        if self._backwards != self._act_at:
+        """Do what is due at this number of backward passes; return whether the buckets changed. A collective call.
+
+        It may be overdue: a script may run two backward passes after two forwards.
+        """
+        if self._act_at < 0 or self._backwards < self._act_at:
             return False
         if type(self._core.comm) is not AllReduce or self._core.settings.static_graph:
             self.stop("another strategy or a static graph")
@@ -144,17 +147,18 @@ class AutoCaps:
             return
         self._arms = [[list(bucket.members) for bucket in self._core.buckets], self._candidates.pop(0)]
         self._turns, self._ratio, self._began = Turns(BLOCK_STEPS, seed=self._rounds), PairedRatio(), self._backwards
+        self._act_at = self._began
         self._report("tried", buckets=len(self._arms[1]))
         self._act = self._turn
         self._turn()
 
     def _turn(self) -> None:
         """Begin a block, and at the end of a group decide."""
-        step = self._backwards - self._began
+        step = self._act_at - self._began
         if step and step % self._turns.group_steps == 0 and self._decide():
             return
         if self._use(self._arms[self._turns.arm(step)]):
-            self._act_at = self._backwards + BLOCK_STEPS
+            self._act_at += BLOCK_STEPS
 
     def _decide(self) -> bool:
         """Return whether the candidate's trial is over, as rank 0 judges it."""
@@ -169,7 +173,7 @@ class AutoCaps:
         return True
 
     def _verdict(self) -> int:
-        first = self._backwards - self._turns.group_steps - self._began
+        first = self._act_at - self._turns.group_steps - self._began
         group = [
             step._replace(arm=self._turns.arm(number - self._began))
             for number, step in self._timed
@@ -181,7 +185,7 @@ class AutoCaps:
             return _UNDO
         if estimate is not None and estimate.high < 1:
             return _KEEP
-        if (estimate is not None and estimate.low > 1) or self._backwards - self._began >= MAX_GROUPS * (
+        if (estimate is not None and estimate.low > 1) or self._act_at - self._began >= MAX_GROUPS * (
             self._turns.group_steps
         ):
             return _UNDO

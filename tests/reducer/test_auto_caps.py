@@ -19,11 +19,11 @@ from ddpobs.reducer import auto_caps, caps_sample
 from ddpobs.reducer.auto_caps import AutoCaps
 from tests.support.distributed.launch import run_ranks
 
-_WIDTH = 384
-"""A layer has 0.56 MB, so torch's first bucket of 1 MB ends inside the model."""
+_WIDTH, _FIRST_BYTES = 64, 20_000
+"""A layer has 16.6 kB, so that the first bucket ends inside the model."""
 _ONE, _EACH = [1 << 30], [1]
 """Limits of one bucket, and of a bucket for each parameter."""
-_SLOW_S = 0.015
+_SLOW_S = 0.01
 
 
 def _model() -> nn.Module:
@@ -52,6 +52,8 @@ def _tuned(limits: list[list[int]], **options: Any) -> tuple[DistributedDataPara
         patch.object(caps_sample, "_limits", lambda _: limits),
         patch.object(AutoCaps, "_report", report),
         patch.object(auto_caps, "LOOK_EVERY", 64),
+        patch.object(auto_caps, "BLOCK_STEPS", 4),
+        patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", _FIRST_BYTES),
     ]
     for each in patches:
         each.start()
@@ -60,7 +62,7 @@ def _tuned(limits: list[list[int]], **options: Any) -> tuple[DistributedDataPara
 
 
 def _slow_launches() -> None:
-    """Each bucket takes some milliseconds more, whatever its size: few buckets are the fastest."""
+    """Each bucket takes 10 ms more, whatever its size: few buckets are the fastest."""
     launch = AllReduce.launch
 
     def slow(self: AllReduce, bucket: Any, last: bool) -> Any:
@@ -74,8 +76,8 @@ def _bits(rank: int, _: int, as_views: bool) -> tuple[bool, list[tuple[str, int]
     """Whether the parameters equal those of torch's DDP after every kind of change."""
     model, reports, _patches = _tuned([_ONE, _EACH], gradient_as_bucket_view=as_views)
     torchs = nn.parallel.DistributedDataParallel(_model())
-    _train(model, rank, 600)
-    _train(torchs, rank, 600)
+    _train(model, rank, 280)
+    _train(torchs, rank, 280)
     equal = all(torch.equal(a, b) for a, b in zip(model.parameters(), torchs.parameters(), strict=True))
     return equal, reports, len(model.reducer.bucket_bytes)
 
@@ -94,14 +96,14 @@ def test_parameters_stay_bit_for_bit_those_of_torchs_ddp(as_views: bool) -> None
 def _proof(rank: int, _: int, limits: list[list[int]]) -> tuple[list[str], list[int]]:
     _slow_launches()
     model, reports, _patches = _tuned(limits)
-    _train(model, rank, 300)
+    _train(model, rank, 180)
     return [outcome for outcome, _ in reports], model.reducer.bucket_bytes
 
 
 def test_a_faster_candidate_is_kept_and_a_slower_one_is_undone() -> None:
     """One bucket saves a launch of two; a bucket for each parameter adds seven."""
     for outcomes, sizes in run_ranks(_proof, 2, [_ONE, _EACH]):
-        assert outcomes[:4] == ["tried", "kept", "tried", "undone"]
+        assert outcomes == ["tried", "kept", "tried", "undone"]
         assert len(sizes) == 1
 
 
@@ -130,10 +132,10 @@ def _shift(rank: int, _: int) -> list[str]:
     model, reports, _patches = _tuned([])
 
     def before(step: int) -> None:
-        if step > 200:
-            time.sleep(0.03)
+        if step > 100:
+            time.sleep(0.05)
 
-    _train(model, rank, 420, before)
+    _train(model, rank, 190, before)
     return [outcome for outcome, _ in reports]
 
 
@@ -184,7 +186,7 @@ def _uneven(rank: int, _: int) -> tuple[list[tuple[str, int]], list[float]]:
     """Rank 1 is out of data in the sample."""
     model, reports, _patches = _tuned([_EACH])
     with model.join():
-        _train(model, rank, 20 if rank else 200)
+        _train(model, rank, 20 if rank else 120)
     return reports, torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
 
 
