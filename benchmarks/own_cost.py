@@ -1,6 +1,6 @@
 """Do intervals from blocks of steps hold 1 where both arms are the same, and what does telemetry measure of itself?
 
-    python -m benchmarks.own_cost [--intervals 100] [--cycles 40] [--small]
+    python -m benchmarks.own_cost [--intervals 100] [--cycles 40] [--cycle 256] [--small]
 
 Two gloo ranks train a small model.
 
@@ -17,18 +17,18 @@ import tempfile
 import time
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
+from multiprocessing import get_context
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing, nn
+from torch import nn
 
 from benchmarks.tables import rows_of
 from ddpobs import DistributedDataParallel, TelemetryConfig, telemetry
 from ddpobs.shared.paired_blocks import PairedRatio, Ratio, Rests, TimedStep, Turns
 
 _RANKS, _WIDTH, _LAYERS, _ROWS = 2, 256, 8, 64
-_BLOCK_STEPS, _PAIRS, _CYCLE_STEPS = 8, 8, 256
+_BLOCK_STEPS, _PAIRS = 8, 8
 
 
 def _stepping(config: TelemetryConfig | bool) -> Callable[[], None]:
@@ -72,12 +72,12 @@ def _rank_main(rank: int, folder: str, options: argparse.Namespace) -> None:
     plain = _stepping(False)
     for _ in range(50):
         plain()
-    turns, rests = Turns(_BLOCK_STEPS, seed=0), Rests(_CYCLE_STEPS)
+    turns, rests = Turns(_BLOCK_STEPS, seed=0), Rests(options.cycle)
     of_turns = _intervals(plain, turns.arm, turns.group_steps, options.intervals)
-    of_rests = _intervals(plain, lambda step: int(rests.rests(step)), _CYCLE_STEPS, max(1, options.intervals // 10))
-    config = TelemetryConfig(collector="http://127.0.0.1:9", spool=folder, rest_every=_CYCLE_STEPS, quiet=True)
+    of_rests = _intervals(plain, lambda step: int(rests.rests(step)), options.cycle, max(1, options.intervals // 10))
+    config = TelemetryConfig(collector="http://127.0.0.1:9", spool=folder, rest_every=options.cycle, quiet=True)
     recorded = _stepping(config)
-    for _ in range(_CYCLE_STEPS * (options.cycles + 2)):
+    for _ in range(options.cycle * (options.cycles + 2)):
         recorded()
     process = telemetry._process
     assert process is not None
@@ -104,12 +104,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--intervals", type=int, default=100)
     parser.add_argument("--cycles", type=int, default=40)
+    parser.add_argument("--cycle", type=int, default=256, help="steps of a cycle")
     parser.add_argument("--small", action="store_true", help="few intervals: does it work?")
     options = parser.parse_args()
     if options.small:
-        options.intervals, options.cycles = 3, 7
+        options.intervals, options.cycles, options.cycle = 3, 7, 64
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_rank_main, (str(Path(folder)), options), nprocs=_RANKS)
+        context = get_context("spawn")
+        ranks = [context.Process(target=_rank_main, args=(rank, folder, options)) for rank in range(_RANKS)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if codes := [process.exitcode for process in ranks if process.exitcode]:
+            raise SystemExit(f"ranks ended with {codes}")
 
 
 if __name__ == "__main__":

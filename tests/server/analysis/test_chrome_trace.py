@@ -38,7 +38,8 @@ def test_a_change_of_the_buckets_is_a_moment_of_its_rank_in_its_step() -> None:
     rank, steps = columns(own_times(3, 2, seed=0))
     kept = wire.Event(kind="bucket_caps_kept", at_ns=int(steps.start_ns[0]) + 5 * MS, step=1, detail={"ratio": 0.9})
     later = wire.Event(kind="bucket_caps_tried", at_ns=int(steps.start_ns[0]), step=77, detail={})
-    some = spans([0], [(0, 0, *[int(steps.start_ns[0])] * 3)])
+    at_ns = int(steps.start_ns[0])
+    some = spans([0], [(0, 0, at_ns, at_ns, at_ns)])
     events = events_of((rank, steps), some, {1: 2 * MS}, changes_of_buckets=[(1, kept), (1, later)])
     (moment,) = [event for event in events if event["ph"] == "i"]
     assert (moment["name"], moment["pid"], moment["args"]) == ("bucket caps kept", 1, {"ratio": 0.9})
