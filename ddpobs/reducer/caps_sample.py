@@ -14,7 +14,7 @@ from ddpobs.reducer.reducer import Reducer
 from ddpobs.torch_seam.collectives import broadcast_from_first, values_of_all, wait_for
 from ddpobs.torch_seam.interpreter_exit import stay_in_interpreter
 from ddpobs.whatif import Change, Fitted, Observed, Prediction, best_caps, fit, predict
-from ddpobs.whatif.buckets import FIRST_CAP_MB, MB
+from ddpobs.whatif.buckets import MB
 from ddpobs.whatif.link import Floats
 from ddpobs.whatif.predict import CAPS_MB
 
@@ -163,11 +163,6 @@ def _limits(fitted: Fitted) -> list[list[int]]:
     gains = [one for one in tried if isinstance(one[1], Prediction) and one[1].saved_ratio >= MIN_GAIN]
     limits: dict[tuple[float, ...], list[int]] = {}
     for change, prediction in sorted(gains, key=lambda one: one[1].step_ns):
-        limits.setdefault(tuple(prediction.bucket_bytes.tolist()), _bytes(change))
+        caps = [max(1, int(cap * MB)) for cap in change.caps_mb or ()]
+        limits.setdefault(tuple(prediction.bucket_bytes.tolist()), caps)
     return list(limits.values())[:MAX_CANDIDATES]
-
-
-def _bytes(change: Change) -> list[int]:
-    caps = change.caps_mb or (FIRST_CAP_MB,)
-    first = min(FIRST_CAP_MB, caps[0]) if change.first_cap_mb is None else change.first_cap_mb
-    return [max(1, int(cap * MB)) for cap in (first, *caps)]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from ddpobs.comm import AllReduce
 from ddpobs.errors import ConfigError, ModelsDifferError
 from ddpobs.reducer import auto_caps, caps_sample
 from ddpobs.reducer.auto_caps import AutoCaps
+from ddpobs.whatif import Fitted, Observed, fit
 from tests.support.distributed.launch import run_ranks
 
 _WIDTH, _FIRST_BYTES = 64, 20_000
@@ -107,25 +109,46 @@ def test_a_faster_candidate_is_kept_and_a_slower_one_is_undone() -> None:
         assert len(sizes) == 1
 
 
-def _plan(rank: int, _: int) -> list[list[int]]:
-    """The limits that the model itself proposes while each launch takes long."""
-    _slow_launches()
-    proposed: list[list[int]] = []
-    limits_of = caps_sample._limits
+def _plan(rank: int, _: int) -> list[tuple[int, int, bool]]:
+    """World size, bytes and whether arrivals rise, of each fit on this rank."""
+    fits: list[tuple[int, int, bool]] = []
 
-    def limits(fitted: Any) -> list[list[int]]:
-        proposed.extend(limits_of(fitted))
+    def limits(fitted: Fitted) -> list[list[int]]:
+        typical = fitted.typical
+        rises = bool((np.diff(typical.arrival_ns) >= 0).all() and typical.arrival_ns[-1] > 0)
+        fits.append((fitted.world_size, int(typical.sizes.sum()), rises))
         return []
 
     with patch.object(caps_sample, "_limits", limits):
         _train(DistributedDataParallel(_model(), bucket_cap_mb="auto"), rank, auto_caps.WARM_UP + auto_caps.SAMPLED + 3)
-    return proposed
+    return fits
 
 
 def test_rank_0_alone_plans_from_the_sample_of_all_ranks() -> None:
-    first, second = run_ranks(_plan, 2)
-    assert second == []
-    assert all(limit >= 1 for limits in first for limit in limits)
+    size = 4 * sum(parameter.numel() for parameter in _model().parameters())
+    assert run_ranks(_plan, 2) == [[(2, size, True)], []]
+
+
+def test_candidates_are_those_that_the_model_predicts_to_be_faster() -> None:
+    """Ten buckets of 1 MB whose transfers are mostly latency: fewer are faster."""
+    ready_ns = np.tile(np.arange(10.0) * 1e6, (40, 1))
+    sizes = np.array([1.0, 1.2] * 5) * 2**20
+    moving_ns = 5e6 + 0.1 * np.tile(sizes, (40, 1))
+    exposed_ns = np.full(40, float(moving_ns[0].sum() - 9e6))
+    fitted = fit(
+        Observed(
+            step_ns=np.full(40, 80e6),
+            ready_ns=ready_ns,
+            moving_ns=moving_ns,
+            bucket_bytes=sizes,
+            exposed_ns=exposed_ns,
+            world_size=2,
+        )
+    )
+    assert isinstance(fitted, Fitted)
+    first, second = caps_sample._limits(fitted)
+    assert sum(sizes) / first[0] < 6
+    assert first != second
 
 
 def _shift(rank: int, _: int) -> list[str]:
