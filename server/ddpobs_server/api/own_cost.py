@@ -12,9 +12,9 @@ from ddpobs_server.api.fields import RankId, doc
 class TelemetryCost(TypedDict):
     """What telemetry adds to a step, as shares of a step without it. All ranks rest in the same steps."""
 
-    cost_ratio: Annotated[float, doc("What it adds.")]
-    low_ratio: Annotated[float, doc("Lower bound of its 95 % interval; negative where noise hides the cost.")]
-    high_ratio: Annotated[float, doc("Upper bound.")]
+    cost_ratio: Annotated[float, doc("What it adds, as a share.")]
+    low_ratio: Annotated[float, doc("Lower bound of this share; negative where noise hides the cost.")]
+    high_ratio: Annotated[float, doc("Upper bound of this share.")]
     rests: Annotated[int, doc("Number of rests.")]
     rank: RankId
 

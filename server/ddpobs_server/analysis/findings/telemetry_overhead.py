@@ -20,8 +20,8 @@ class TelemetryOverheadFacts(Facts):
 
     Attributes:
         cost_ratio: What it adds to a step, as a share of a step without it.
-        low_ratio: Lower bound of its 95 % interval.
-        high_ratio: Upper bound.
+        low_ratio: Lower bound of the 95 % interval of this share.
+        high_ratio: Upper bound of this share.
         rests: Number of rests that it is measured by.
     """
 
