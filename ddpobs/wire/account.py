@@ -28,7 +28,7 @@ class TelemetryCost(Record, frozen=True, kw_only=True):
     """Step time with telemetry over step time while it rests, on the run itself.
 
     Attributes:
-        ratio: The ratio; 1.01 is one percent.
+        ratio: Relative time of a step; 1.01 is one percent more.
         low: Lower bound of its 95 % interval.
         high: Upper bound.
         pairs: Number of rests that it is measured by.
