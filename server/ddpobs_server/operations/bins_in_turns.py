@@ -52,7 +52,9 @@ class BinsInTurns:
             pause: Called after each part with the time that it took, in seconds; true to stop.
         """
         began = time.monotonic()
-        changed = {run: commits for run, commits in self._store.runs_with_columns() if self._done.get(run) != commits}
+        stored = dict(self._store.runs_with_columns())
+        self._done = {run: commits for run, commits in self._done.items() if run in stored}
+        changed = {run: commits for run, commits in stored.items() if self._done.get(run) != commits}
         self._waiting_since = {run: self._waiting_since.get(run, began) for run in changed}
         urgent = self._store.urgent_runs(now_ns - _URGENT_NS) if changed else set()
         in_order = sorted(changed, key=lambda run: self._waiting_since[run] - _HEAD_START_S * (run in urgent))

@@ -100,6 +100,17 @@ def test_a_run_that_waited_for_long_is_before_one_that_just_failed(store: Store,
     assert [run for run in ("failed", "waiting") if bins(store, run)] == [first]
 
 
+def test_a_removed_run_is_forgotten(store: Store) -> None:
+    for run in ("kept", "removed"):
+        arrive(store, run)
+    in_rounds = BinsInTurns(store, CollectorRegistry(), RunFaults())
+    in_rounds.run(OVER_NS, lambda _: False)
+    assert set(in_rounds._done) == {"kept", "removed"}
+    store.delete("removed")
+    in_rounds.run(OVER_NS, lambda _: False)
+    assert set(in_rounds._done) == {"kept"}
+
+
 def test_small_chunks_of_a_run_that_failed_are_joined_first(store: Store) -> None:
     for run in ("a", "b", "c"):
         for seq in range(300):
