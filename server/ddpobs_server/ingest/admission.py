@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 
 from fastapi.concurrency import run_in_threadpool
 
@@ -35,7 +36,7 @@ class Admission:
         self._admitted: dict[tuple[str, str], None] = {}
         self._remaining: dict[str, tuple[int, float]] = {}
         """By stored run: how many further sources it may have, and until when this count is valid."""
-        self._count_lock = asyncio.Lock()
+        self._count_locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def check(self, workspace: str, run: str, source: str) -> None:
         """Return if the source may send; call `remember` after its batch is stored.
@@ -45,7 +46,8 @@ class Admission:
         """
         if self._is_admitted(run, source):
             return
-        async with self._count_lock:  # All ranks of a job start at once: one rank's count serves the other ranks.
+        # All ranks of a job start at once: one rank's count serves the others. Other workspaces do not wait for it.
+        async with self._count_locks[workspace]:
             if not self._is_admitted(run, source):
                 await run_in_threadpool(self._count_sources, workspace, run, source)
 
