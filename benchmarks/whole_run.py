@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from ddpobs_server.analysis.steps.step_bins import NAMES, TIMES, StepBins, merged_bins, over_ranks
 from ddpobs_server.store import Store
-from ddpobs_server.store.sums.stored_bins import BLOCK_RANKS, FACTOR, LEVELS, OVER_RANKS, width
+from ddpobs_server.store.sums.stored_bins import BLOCK_RANKS, FACTOR, LEVELS, OVER_RANKS, packed, width
 
 from benchmarks import capacity, reads
 from benchmarks.rig import databases
@@ -74,9 +74,9 @@ def write(store: Store, attempt: str, level: int, part: StepBins) -> None:
     summary, rank = over_ranks(part), part.column("rank")
     rows = []
     for number in np.unique(part.number).tolist():
-        rows.append((number, OVER_RANKS, 1, summary.table[:, summary.number == number]))
+        rows.append(packed(number, OVER_RANKS, 1, summary.table[:, summary.number == number]))
         here, blocks = part.number == number, range(int(rank.max()) // BLOCK_RANKS + 1)
-        rows += [(number, block, 1, part.table[:, here & (rank // BLOCK_RANKS == block)]) for block in blocks]
+        rows += [packed(number, block, 1, part.table[:, here & (rank // BLOCK_RANKS == block)]) for block in blocks]
     store.write_step_bins(RUN, attempt, level, rows)
 
 

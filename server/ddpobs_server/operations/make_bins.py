@@ -7,15 +7,15 @@ them, once no rank can add to them in order. A gap in the numbers of steps has n
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from ddpobs import wire
 from ddpobs.shared.silence import SUMMED_STEPS_SILENCE_NS
 from ddpobs_server.analysis.steps.step_bins import StepBins, bins_of_steps, merged_bins, over_ranks
 from ddpobs_server.reports.read_bins import AttemptBins, Shown
 from ddpobs_server.store import Source
-from ddpobs_server.store.sums.stored_bins import BIN_STEPS, BLOCK_RANKS, FACTOR, LEVELS, OVER_RANKS
+from ddpobs_server.store.sums.stored_bins import BIN_STEPS, BLOCK_RANKS, FACTOR, LEVELS, OVER_RANKS, packed
 
 _READ_ROWS = 2**16
 """Rows of steps that are read at once."""
@@ -106,16 +106,19 @@ def _merge(attempt: AttemptBins, level: int, numbers: list[int]) -> None:
 
 
 def write_bins(attempt: AttemptBins, level: int, numbers: list[int], bins: StepBins, rows: dict[int, int]) -> None:
-    """Replace bins of a level. Few ranks are stored in the block over all ranks, instead of a row over them."""
+    """Replace bins of a level. Few ranks are stored in the block over all ranks, instead of a row over them.
+
+    They are packed before the transaction, which batches wait for.
+    """
     block = bins.column("rank") // BLOCK_RANKS
 
-    def tables() -> Iterator[tuple[int, int, int, wire.Ints]]:
+    def rows_of_bins() -> Iterator[dict[str, Any]]:
         for number in numbers:
             own_bins, own_block = bins.select(bins.number == number), block[bins.number == number]
             blocks = np.unique(own_block).tolist()
             summary = over_ranks(own_bins) if len(blocks) > 1 else own_bins
-            yield number, OVER_RANKS, int(rows[number]), summary.table
+            yield packed(number, OVER_RANKS, int(rows[number]), summary.table)
             for index in blocks if len(blocks) > 1 else ():
-                yield number, index, int(rows[number]), own_bins.table[:, own_block == index]
+                yield packed(number, index, int(rows[number]), own_bins.table[:, own_block == index])
 
-    attempt.store.write_step_bins(attempt.run, attempt.attempt, level, tables())
+    attempt.store.write_step_bins(attempt.run, attempt.attempt, level, [*rows_of_bins()])

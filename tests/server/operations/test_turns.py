@@ -14,7 +14,7 @@ from ddpobs_server.operations.bins_in_turns import BinsInTurns
 from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival, Store, schema
-from ddpobs_server.store.sums.stored_bins import OVER_RANKS
+from ddpobs_server.store.sums.stored_bins import OVER_RANKS, packed
 from ddpobs_server.store.upkeep.turns import in_turns
 from ddpobs_server.web.run_faults import RunFaults
 from prometheus_client import CollectorRegistry
@@ -171,7 +171,7 @@ def test_room_is_made_of_columns_in_bins_first(store: Store) -> None:
     arrive(store, "binned", day=today, count=2000)
     numbers = store.bins_with_columns("binned", ATTEMPT).tolist()
     table = np.zeros((len(NAMES), 0), np.int64)
-    store.write_step_bins("binned", ATTEMPT, 0, [(number, OVER_RANKS, 64, table) for number in numbers])
+    store.write_step_bins("binned", ATTEMPT, 0, [packed(number, OVER_RANKS, 64, table) for number in numbers])
     lost: dict[str, int] = {}
     while not lost:
         left = len(store.steps("binned", ATTEMPT)[0])

@@ -9,7 +9,7 @@ in the batch's own transaction.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -75,12 +75,14 @@ def step_bins(
     return np.repeat([number for number, _, _ in stored], counts), table.astype(np.int64, copy=False)
 
 
+def packed(number: int, block: int, rows: int, table: wire.Ints) -> dict[str, Any]:
+    """Row of a bin: its number, block, number of steps' rows and table. Packing takes longer than writing."""
+    payload = zstandard.compress(_planes(table), 3)
+    return {"bin": number, "block": block, "rows": rows, "stale": 0, "columns": len(table), "payload": payload}
+
+
 def write_step_bins(
-    connection: Connection,
-    run: str,
-    attempt: str,
-    level: int,
-    rows: Iterable[tuple[int, int, int, wire.Ints]],
+    connection: Connection, run: str, attempt: str, level: int, rows: Sequence[Mapping[str, Any]]
 ) -> None:
     """Replace bins, and mark those of the next level as stale that hold them.
 
@@ -89,29 +91,16 @@ def write_step_bins(
         run: The run.
         attempt: Its attempt.
         level: Level of the bins.
-        rows: Bin, block, number of steps' rows in the bin, and the table.
+        rows: As `packed` returns them.
     """
     runs = schema.runs.c
     # Lock the run's own row first, as ingest and a deletion do. A deleted run stays deleted.
     unchanged = schema.runs.update().where(runs.run_id == run).values(chunk_bytes=runs.chunk_bytes)
     if not connection.execute(unchanged).rowcount:
         return
-    key = {"run_id": run, "attempt": attempt, "level": level}
-    compress = zstandard.ZstdCompressor(3).compress
-    new: list[dict[str, Any]] = [
-        {
-            **key,
-            "bin": number,
-            "block": block,
-            "rows": count,
-            "stale": 0,
-            "columns": len(table),
-            "payload": compress(_planes(table)),
-        }
-        for number, block, count, table in rows
-    ]
-    if not new:
+    if not rows:
         return
+    new = [{"run_id": run, "attempt": attempt, "level": level, **row} for row in rows]
     numbers, same = {row["bin"] for row in new}, (_c.run_id == run, _c.attempt == attempt)
     connection.execute(schema.step_bins.delete().where(*same, _c.level == level, _c.bin.in_(numbers)))
     connection.execute(schema.step_bins.insert(), new)
