@@ -139,10 +139,11 @@ class Costly(Load):
         rank = self.random.randrange(_RANKS)
         wide = self.tenant.batch(rank, self.next_seq(), WIDE, world_size=_RANKS, source=f"{rank:016x}")
         self.put(client, msgspec.structs.replace(wide, rank=rank))
-        self.put(client, self._text())
+        self.put(client, self.text())
         time.sleep(_PAUSE_S)
 
-    def _text(self) -> wire.Batch:
+    def text(self) -> wire.Batch:
+        """A batch with hostile text in each name."""
         bucket = wire.Bucket(size_bytes=4, dtype=NASTY, parameters=[wire.Parameter(name=NASTY, size=1)])
         hello = wire.Hello(
             host=NASTY, pid=1, device=NASTY, backend=NASTY, versions={"torch": NASTY}, settings={NASTY: NASTY}
