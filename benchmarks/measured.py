@@ -33,6 +33,10 @@ def files(benchmark: str) -> list[Path]:
     return sorted(RESULTS.glob(f"{benchmark}-20*.json"))
 
 
+NOT_MEASURED = "Not measured yet.\n"
+"""In place of a table without a result."""
+
+
 def newest(benchmark: str) -> Any:
     """Content of a benchmark's newest result."""
     return json.loads(files(benchmark)[-1].read_text())
@@ -289,6 +293,43 @@ def _soak() -> str:
     return rows_of(["", ""], rows)
 
 
+def _many_runs() -> str:
+    if not files("many-runs"):
+        return NOT_MEASURED
+    found = newest("many-runs")
+    rows = []
+    for name, value in found.items():
+        title, _, unit = name.rpartition(", ")
+        if unit in ("ms", "s") and title != "neighbour alone":
+            beside = found.get(f"neighbour during {title}, ratio")
+            rows.append([title, f"{value:,.0f} {unit}", "" if beside is None else f"{beside:.2f}"])
+    background = found["neighbour during background work, ratio"]
+    rows += [
+        ["all background work", "", f"{background:.2f}"],
+        ["memory, peak", f"{found['memory, peak MB']:,.0f} MB", ""],
+    ]
+    return rows_of([f"{found['runs']:,} runs", "", "latency of a neighbour, of that alone"], rows)
+
+
+def _extremes() -> str:
+    if not files("extremes"):
+        return NOT_MEASURED
+    found = newest("extremes")
+    sides = found["by_ranks"], found["by_buckets"]
+    head = [""]
+    for count in (f"{found['ranks']:,} ranks", f"{found['buckets']:,} buckets"):
+        head += [f"{count}: response, MB", "processor time, s", "growth of memory, MB"]
+    rows = [[title, *(cell for side in sides for cell in _costs(side[title]))] for title in sides[0]]
+    return rows_of(head, rows)
+
+
+def _costs(read: dict[str, float]) -> list[str]:
+    """MB, seconds and growth of memory of a read; its status if it was refused."""
+    if read["status"] != 200:
+        return [f"refused ({read['status']:.0f})", "", ""]
+    return [f"{read[name]:,.1f}" for name in ("mb", "processor_s", "peak_mb")]
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "step": _steps,
     "unused": lambda: _rows(newest("overhead-unused")["settings"], (2,), "unused", _UNUSED),
@@ -304,6 +345,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "job": _figures("job", _JOB),
     "reads": _reads,
     "peaks": _peaks,
+    "many-runs": _many_runs,
+    "extremes": _extremes,
     "soak": _soak,
     "strategies": _strategies,
     "diagnosis-cases": lambda: _diagnosis(0),
