@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import zstandard
 from ddpobs_server.app import create_app
+from ddpobs_server.figures.registry import NAMES
 from ddpobs_server.settings import Settings
 from fastapi.testclient import TestClient
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
@@ -27,6 +28,7 @@ from tests.support.server.batches import ATTEMPT, assert_problem, batch, get, la
 from tests.support.wire_batches import GOLDEN
 
 READS = ["", "/ranks", "/layout", "/steps", "/spans", "/buckets", "/unused", "/stragglers", "/diagnostics", "/trace"]
+READS += ["/account", "/report.html", *(f"/figures/{name}" for name in NAMES)]
 LONGEST = np.full(3000, wire.LONGEST_NS)
 NONE = np.zeros(3000, np.int64)
 NO_PHASE = {f"{phase}_ns": NONE for phase in wire.PHASES}
@@ -36,6 +38,9 @@ ABSURD: dict[str, dict[str, Any]] = {
         "steps": steps(0, 3000, start_ns=NONE, end_ns=LONGEST, **NO_PHASE | {"data_ns": LONGEST})
     },
     "buckets that no layout has": {"layouts": [layout()], "spans": spans(0, 50, bucket=np.arange(100) + 9_900)},
+    "spans without steps that take no time": {
+        "spans": spans(0, 50, **dict.fromkeys(("ready_ns", "launched_ns", "done_ns"), np.zeros(100, np.int64)))
+    },
     "spans that last two months": {"spans": spans(0, 1500, ready_ns=-LONGEST, launched_ns=-LONGEST, done_ns=LONGEST)},
     "counts without end": {"emitted": 2**48, "dropped": 2**48, "world_size": 16_384},
 }

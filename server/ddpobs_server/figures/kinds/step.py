@@ -46,6 +46,8 @@ PLACE, SELECTION = 4, ("from", "to", "rank", "step", "bucket", "match")
 _MAX_SPANS, _MAX_RANKS, _MAX_ARROWS = 8000, 64, 200
 _MIN_STEP_SHARE, _MIN_LONGEST_SHARE = 0.02, 0.25
 """The shortest wait that has an arrow: as a share of the step, and of the step's longest wait."""
+_SHORTEST_MS = 1e-6
+"""Shortest axis: a client may report a step that takes no time."""
 _MIN_WAIT_NS = 1_000
 """A shorter wait is below the noise of the clocks' alignment."""
 _NARROW_COLUMNS = 3
@@ -101,7 +103,9 @@ def step(timeline: StepTimeline, ranks: list[int], buckets: Buckets, theme: Them
     origin = int(np.concatenate(starts).min())
     plot = _plot(drawn, theme)
     rows_of = row, origin
-    end = max(_draw_phases(plot, timeline, rows_of, theme), _draw_spans(plot, timeline, rows_of, buckets, theme))
+    end = max(
+        _draw_phases(plot, timeline, rows_of, theme), _draw_spans(plot, timeline, rows_of, buckets, theme), _SHORTEST_MS
+    )
     plot.x_range.start, plot.x_range.end = -0.01 * end, 1.01 * end  # type: ignore[attr-defined]
     plot.x_range.bounds = (-0.1 * end, 1.1 * end)  # type: ignore[attr-defined]
     _outline(plot, timeline.spans, rows_of, bucket, theme)
