@@ -289,7 +289,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 "gradient_as_bucket_view": self.gradient_as_bucket_view,
                 "static_graph": self.static_graph,
                 "broadcast_buffers": self.broadcast_buffers,
-                "bucket_cap_mb": self.bucket_bytes_cap / 2**20,
+                "bucket_cap_mb": None if self._tunes_buckets else self.bucket_bytes_cap / 2**20,
             },
         )
         if recorder is not None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing.util import Finalize
-from threading import Event
+from threading import Event, get_ident
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from ddpobs.ranks.run_name import launcher_run_name
 from ddpobs.recording.hooks.failure import propagating, uncaught
 from ddpobs.recording.hooks.termination import Termination
 from ddpobs.recording.journal import Journal
+from ddpobs.recording.looks.activity import frames_of, place_of
 from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.recording.place.last_place import FOLDER, LastPlace
 from ddpobs.recording.place.place_file import LAUNCH, PlaceIdentity, Slot
@@ -107,7 +108,9 @@ class Telemetry:
             parents=partial(parent_ranks, folder_of(config.spool) / FOLDER),
         )
         self._announcer = Announcer(config, rank, world_size, lambda: self._exporter.first_response)
-        labels = {name: text for name, text in (("tags", ",".join(config.tags)), ("note", config.note)) if text}
+        wrapped_at = place_of(list(frames_of(get_ident()))) if config.traceback else ""
+        texts = {"tags": ",".join(config.tags), "note": config.note, "wrapped_at": wrapped_at}
+        labels = {name: text for name, text in texts.items() if text}
         hello = describe_process(device, backend_of(group, device), {**settings, **labels})
         self._job = _Job(rank, world_size, source, hello.host)
         is_first = generation == 1

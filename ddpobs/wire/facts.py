@@ -192,6 +192,8 @@ class SettingFacts(Record, frozen=True, kw_only=True):
         bucket_cap_mb: Limit of a bucket's size, in MiB; None if it is not known.
         tags: Tags of the run, separated by commas.
         note: Note about the run.
+        wrapped_at: Place in the code that wrapped the first module: `train.py:31 main`; empty if it is not known.
+        reducer: `ddpobs`, or `torch`.
     """
 
     group_ranks: Size | None = None
@@ -200,6 +202,8 @@ class SettingFacts(Record, frozen=True, kw_only=True):
     bucket_cap_mb: Annotated[float, msgspec.Meta(ge=0, le=2**63)] | None = None
     tags: str = ""
     note: str = ""
+    wrapped_at: str = ""
+    reducer: str = ""
 
 
 DUMPED = "collectives_dumped"

@@ -58,7 +58,8 @@ def bucket_size(evidence: Evidence) -> Judgement:
 
 def _finding(evidence: Evidence, fitted: Fitted, cap: float, gains: dict[float, Gain]) -> Finding:
     sizes = present_buckets(fitted.typical)[1]
-    present, gain = read_facts(evidence.settings, SettingFacts).bucket_cap_mb, gains[cap]
+    settings, gain = read_facts(evidence.settings, SettingFacts), gains[cap]
+    present = settings.bucket_cap_mb
     instead = f"instead of {present:g}, " if present is not None else ""
     return Finding(
         code="bucket-size",
@@ -66,7 +67,7 @@ def _finding(evidence: Evidence, fitted: Fitted, cap: float, gains: dict[float, 
         verdict=f"bucket_cap_mb={cap:g} would make steps faster",
         measure=f"{instead}with {len(sizes)} buckets now",
         cause=f"backward does not hide {duration(fitted.exposed_ns)} of communication a step",
-        remedy=f"Set bucket_cap_mb={cap:g}, and compare the step time of some hundred steps.",
+        remedy=_remedy(cap, settings),
         steps=evidence.step_range,
         phase="exposed_comm",
         gain=gain,
@@ -78,3 +79,10 @@ def _finding(evidence: Evidence, fitted: Fitted, cap: float, gains: dict[float, 
             saved_ns_by_cap_mb={f"{tried:g}": gain.step_ns for tried, gain in gains.items()},
         ),
     )
+
+
+def _remedy(cap: float, settings: SettingFacts) -> str:
+    """What to set, and in which line."""
+    place = f" where the module is wrapped ({settings.wrapped_at})" if settings.wrapped_at else ""
+    tuned = ' `bucket_cap_mb="auto"` tries it in the training itself.' if settings.reducer == "ddpobs" else ""
+    return f"Set bucket_cap_mb={cap:g}{place}, and compare the step time of some hundred steps.{tuned}"

@@ -112,3 +112,12 @@ def test_transfers_that_the_link_does_not_explain_are_not_judged(judge: Any) -> 
     (reason,) = judge(replace(BYTES, slower=slower).evidence(**FACTS))
     assert isinstance(reason, NotJudged)
     assert "fastest tenth" in reason.reason
+
+
+def test_the_advised_cap_names_the_line_to_change_and_auto_only_where_the_reducer_is_ours() -> None:
+    settings: dict[str, wire.Scalar] = {"bucket_cap_mb": 0.05, "wrapped_at": "train.py:31 main", "reducer": "torch"}
+    remedy = only(bucket_size(MANY.evidence(**FACTS, settings=settings))).remedy
+    assert "where the module is wrapped (train.py:31 main)" in remedy
+    assert "auto" not in remedy
+    ours = only(bucket_size(MANY.evidence(**FACTS, settings=settings | {"reducer": "ddpobs"}))).remedy
+    assert 'bucket_cap_mb="auto"' in ours
