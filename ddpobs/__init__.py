@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddpobs import trackers
-    from ddpobs.attachment.attachment import attach
+    from ddpobs.attaching import attach
     from ddpobs.client.client import Client
     from ddpobs.config import TelemetryConfig
     from ddpobs.ddp import DistributedDataParallel
@@ -20,7 +20,7 @@ _MODULES = {
     "Client": "ddpobs.client.client",
     "DistributedDataParallel": "ddpobs.ddp",
     "TelemetryConfig": "ddpobs.config",
-    "attach": "ddpobs.attachment",
+    "attach": "ddpobs.attaching",
     "current_run": "ddpobs.telemetry",
 }
 """Module of each public name, imported on first use."""

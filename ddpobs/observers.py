@@ -47,6 +47,8 @@ class BackwardStamps(Protocol):
         parameter_ready_ns: Per parameter, bucket after bucket: its gradient was accumulated. None unless sampled.
         works: By bucket, a collective that measures its own duration. Empty if the backend does not.
         last_ready: The last gradient was accumulated; stamped where the buckets cannot be observed.
+        waited_from_ns: Per bucket: training began to wait for its communication, which lasts until it is done; 0
+            without a wait. None if training waits once, after the last gradient.
         last_bucket: One element, the index of the bucket launched last: a part of the process's place.
     """
 
@@ -56,7 +58,20 @@ class BackwardStamps(Protocol):
     parameter_ready_ns: list[Stamp] | None
     works: dict[int, Any]
     last_ready: Stamp
+    waited_from_ns: list[Stamp] | None
     last_bucket: memoryview[int]
+
+
+class OwnWait(Protocol):
+    """Takes the waits for collectives that a door itself launches by torch's public functions."""
+
+    def wait_began(self) -> None:
+        """Training begins to wait."""
+        ...
+
+    def wait_ended(self) -> None:
+        """The collective is done, or an error ended the wait."""
+        ...
 
 
 class GradientSource(Protocol):
@@ -185,6 +200,10 @@ class PlaceObserver(Protocol):
 
     def buffers_began(self) -> Stamp:
         """Count the broadcast of buffers that begins, and return its stamp."""
+        ...
+
+    def own_wait(self, wait: OwnWait | None) -> None:
+        """Until a call with None, collectives are the door's own: none is recorded as the user's."""
         ...
 
     def waiting_began(self) -> bool:

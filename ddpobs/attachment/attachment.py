@@ -64,7 +64,8 @@ def attach(
         raise DataParallelError
     if not isinstance(model, DistributedDataParallel):
         raise DdpobsError(
-            f"attach: expected a torch DistributedDataParallel, got {type(model).__name__}: wrap it first"
+            f"attach: expected a torch DistributedDataParallel, got {type(model).__name__}: wrap it first, "
+            "or apply fully_shard to it"
         )
     if config is None or any(base.__module__ == "ddpobs.ddp" for base in type(model).__mro__):
         return None

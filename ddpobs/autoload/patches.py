@@ -140,7 +140,7 @@ def _explain(*_: object) -> None:
         size = dist.get_world_size() if initialised else int(os.environ.get("WORLD_SIZE", "1"))
         if rank == 0 and not from_environment(os.environ).quiet:
             alone = "one process only trains here, without DistributedDataParallel: start it with torchrun"
-            unseen = "no DistributedDataParallel module was built (FSDP and DeepSpeed have no telemetry)"
+            unseen = "no DistributedDataParallel or fully_shard module (DeepSpeed and FSDP1 have no telemetry)"
             _print(f"no telemetry: {alone if size == 1 else unseen}")
     except Exception as error:
         _print(f"no telemetry: {error}")
@@ -166,6 +166,34 @@ def _attach(model: Any) -> None:
     from ddpobs.attachment.attachment import attach
 
     attach(model, telemetry=None)
+
+
+def _patch_fully_shard(module: Any) -> None:
+    """Attach telemetry to a model that FSDP2 shards at its first forward, when torch knows its root."""
+    original = module.FSDPState._root_pre_forward
+
+    def _root_pre_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._is_root is None:
+            _explained[:] = [True]
+            try:
+                _attach_root(self, *args[1:])
+            except Exception as error:  # Telemetry never stops a training.
+                _print(f"no telemetry for this model: {error}")
+        return original(self, *args, **kwargs)
+
+    _root_pre_forward.__wrapped__ = original  # type: ignore[attr-defined]
+    module.FSDPState._root_pre_forward = _root_pre_forward
+
+
+def _attach_root(state: Any, inputs: Any, named: Any) -> None:
+    """Attach telemetry to the root of a state, whose first forward begins."""
+    from ddpobs.fsdp.attachment import attach
+    from ddpobs.torch_seam import fully_shard
+
+    if fully_shard.initialise(state):
+        attachment = attach(fully_shard.root_of(state), telemetry=None)
+        if attachment is not None:  # This call is under way in a method that was not wrapped yet.
+            attachment.forward_began(inputs, named)
 
 
 def _watch_failures(module: Any) -> None:
@@ -272,6 +300,7 @@ _OF_LAUNCHERS = ("ChildFailedError", "SignalException")
 _PATCHES: dict[str, Callable[[Any], None]] = {
     "torch.nn.parallel.distributed": _patch_ddp,
     "torch.distributed.distributed_c10d": _watch_barriers,
+    "torch.distributed.fsdp._fully_shard._fsdp_state": _patch_fully_shard,
     "torch.nn.parallel.data_parallel": _patch_data_parallel,
     "torch.optim.optimizer": _watch_optimizers,
     "torch.distributed.elastic.multiprocessing.errors": _watch_failures,

@@ -11,7 +11,7 @@ import torch
 from ddpobs import wire
 from ddpobs.clocks import Clock, Stamp, clock_for
 from ddpobs.never_raises import never_raises
-from ddpobs.observers import GradientSource
+from ddpobs.observers import GradientSource, OwnWait
 from ddpobs.recording.input_size import input_size
 from ddpobs.recording.journal import Journal
 from ddpobs.recording.place.place_file import Slot
@@ -173,6 +173,10 @@ class ModuleRecorder:
     def _exchanged(self) -> None:
         if self.fingerprints is not None and not self._journal.thread.paused:
             self.fingerprints.exchanged()
+
+    def own_wait(self, wait: OwnWait | None) -> None:
+        """Report waits for collectives to the door that launches them, until it is called with None."""
+        self._journal.waits.own = wait
 
     def waiting_began(self) -> bool:
         """Record that training waits for buckets outside of backward; False if it is not recorded."""

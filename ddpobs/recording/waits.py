@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from ddpobs.clocks import Clock, Stamp
 from ddpobs.never_raises import never_raises
+from ddpobs.observers import OwnWait
 from ddpobs.recording.entries import Entries
 from ddpobs.recording.training_thread import TrainingThread
 from ddpobs.steps.account import StartUpWaits
@@ -28,6 +29,12 @@ class _StartUpWait(NamedTuple):
     """A wait before training, by the monotonic clock."""
 
     began_ns: int
+
+
+class _OwnedWait(NamedTuple):
+    """A wait for a collective of a door."""
+
+    wait: OwnWait
 
 
 class Waits:
@@ -46,6 +53,7 @@ class Waits:
         on_exchange: Called at a fetch or a forward if user code has handed over elements since the last one.
         interruptions: Evaluations and checkpoints so far: time around them is no part of a step.
         start_up: Waits of the main thread for collectives before the first event of training.
+        own: Takes the waits for a door's own collectives, which are not the user's; None outside of these.
         place: Returns the place in the code that the calling thread is at.
     """
 
@@ -56,6 +64,7 @@ class Waits:
         """Kind of the message that is waited for, or was last; empty for a collective."""
         self._at_store = ""
         """Name of the call that waits at the rendezvous store; empty outside of such calls."""
+        self.own: OwnWait | None = None
         self._saves = 0
         """Saves of checkpoints under way, one inside another."""
         self.start_up = StartUpWaits()
@@ -89,7 +98,9 @@ class Waits:
             self._entries.record(StepTracker.comm_ended, 0, module, kind, launched, done)
 
     def collective_began(self, name: str, group: ProcessGroup) -> None:
-        """A collective of user code was called on a group."""
+        """A collective was called on a group: one of user code, unless a door launches its own."""
+        if self.own is not None:
+            return
         if self._is_elsewhere():
             self._called_elsewhere[get_ident()] = f"{name} of {group_text(group)}"
             return
@@ -103,7 +114,7 @@ class Waits:
             self.on_exchange()
 
     @never_raises
-    def collective_wait_began(self, in_graph: bool = False, work: object = None) -> Stamp | None:
+    def collective_wait_began(self, in_graph: bool = False, work: object = None) -> Stamp | _OwnedWait | None:
         """A wait for a collective, or for a message, begins; None if it does not block the training thread.
 
         Args:
@@ -111,6 +122,9 @@ class Waits:
             work: The work that is waited for, if there is one.
         """
         thread = self._thread
+        if self.own is not None:
+            self.own.wait_began()
+            return _OwnedWait(self.own)
         if self._is_start_up() and not self._in_collective:
             self._message, self._in_collective = "", True
             return _StartUpWait(monotonic_ns())
@@ -126,8 +140,11 @@ class Waits:
         return self._now()
 
     @never_raises
-    def collective_wait_ended(self, began: Stamp | None) -> None:
+    def collective_wait_ended(self, began: Stamp | _OwnedWait | None) -> None:
         """The wait ended; `began` is None if it is not to be recorded."""
+        if isinstance(began, _OwnedWait):
+            began.wait.wait_ended()
+            return
         self._in_collective = False
         if began is None:
             return

@@ -20,6 +20,8 @@ class BackwardRecord:
         done_ns: Completion of each bucket's communication.
         works: Collectives that report their time on the network; empty if the backend does not.
         last_ready: Readiness of the last gradient, set if buckets are not visible.
+        waited_from_ns: Begin of the wait for each bucket's communication, 0 without one; None if training waits once,
+            after the last gradient.
         last_bucket: One element, the index of the bucket launched last, in the process's place.
         parameter_ready_ns: Readiness of each parameter's gradient; None if this backward is not sampled.
     """
@@ -33,6 +35,7 @@ class BackwardRecord:
         "parameter_ready_ns",
         "ready_ns",
         "revision",
+        "waited_from_ns",
         "works",
     )
 
@@ -44,5 +47,6 @@ class BackwardRecord:
         self.done_ns: list[Stamp] = [0] * buckets
         self.works: dict[int, Any] = {}
         self.last_ready: Stamp = 0
+        self.waited_from_ns: list[Stamp] | None = None
         self.last_bucket: memoryview[int] = _NO_PLACE
         self.parameter_ready_ns: list[Stamp] | None = None if parameters is None else [0] * parameters

@@ -54,6 +54,10 @@ def _took_ns(record: Any, clock: Clock) -> Sequence[int]:
     return took_ns
 
 
+def _waited_from_ns(record: Any, clock: Clock) -> Sequence[int]:
+    return [0] * len(record.ready_ns) if record.waited_from_ns is None else clock.times(record.waited_from_ns)
+
+
 def _readiness(step: RawStep, clock: Clock) -> Sequence[wire.Readiness]:
     return [
         wire.Readiness(
@@ -130,12 +134,15 @@ class RawSteps:
     revision: list[int] = _column(_BACKWARD, lambda record, _: [record.revision])
     last_ready_ns: list[int] = _column(_BACKWARD, lambda record, clock: clock.times([record.last_ready]))
     buckets: list[int] = _column(_BACKWARD, lambda record, _: [len(record.ready_ns)])
+    waits: list[bool] = _column(_BACKWARD, lambda record, _: [record.waited_from_ns is not None])
 
-    # By bucket; `took_ns` is its time on the network, `UNKNOWN` if the backend does not report it.
+    # By bucket; `took_ns` is its time on the network, `UNKNOWN` if the backend does not report it. From
+    # `waited_from_ns` on training waited for its communication, if the record has waits; 0 without one.
     ready_ns: list[int] = _column(_BACKWARD, lambda record, clock: clock.times(record.ready_ns))
     launched_ns: list[int] = _column(_BACKWARD, lambda record, clock: clock.times(record.launched_ns))
     done_ns: list[int] = _column(_BACKWARD, lambda record, clock: clock.times(record.done_ns))
     took_ns: list[int] = _column(_BACKWARD, _took_ns)
+    waited_from_ns: list[int] = _column(_BACKWARD, _waited_from_ns)
 
     # By backward, if its parameters' readiness was sampled.
     readiness: list[wire.Readiness] = _column(_STEP, _readiness)

@@ -7,7 +7,7 @@ time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -17,12 +17,11 @@ from ddpobs import wire
 from ddpobs.steps.account import Piece
 from ddpobs.steps.compile_time import CompilePieces, CompileTime, ReadCompilations
 from ddpobs.steps.counters import COUNTERS, NOT_READ, SELDOM_READ
-from ddpobs.steps.raw_step import BACKWARD, EXPOSED_COMM, FORWARD, NO_STEP, OTHER
+from ddpobs.steps.phase_timeline import PhaseTimeline, Windows, blocked, phase_timeline
+from ddpobs.steps.raw_step import BACKWARD, FORWARD
 from ddpobs.steps.step_columns import RawSteps
 from ddpobs.wire import Ints
 
-_BLOCKING = [wire.COMM_KINDS.index(kind) for kind in ("buffers", "user", "send", "receive")]
-"""Kinds of communication that block training; the unused map travels under backward."""
 _SEND, _RECEIVE = (wire.COMM_KINDS.index(kind) for kind in ("send", "receive"))
 _COMPUTING = [FORWARD, BACKWARD]
 _PHASES = len(wire.PHASES)
@@ -46,38 +45,6 @@ class Summary(NamedTuple):
     readiness: list[wire.Readiness]
     outside: dict[int, list[Piece]]
     compiled_ns: Ints
-
-
-class _Windows(NamedTuple):
-    """Synchronised backward passes in order, one row each; `row` is the index of its step in the summary."""
-
-    row: Ints
-    ready_ns: Ints
-    done_ns: Ints
-    returned_ns: Ints
-    clean: npt.NDArray[np.bool_]
-    waited: npt.NDArray[np.bool_]
-
-
-class _Timeline(NamedTuple):
-    """Pieces of time, each of one phase.
-
-    Piece i lasts from `at_ns[i]` to `at_ns[i + 1]`; the last piece has no end. `before_ns[i]` is the time by phase
-    before piece i.
-    """
-
-    at_ns: Ints
-    phase: Ints
-    before_ns: Ints
-
-    def between(self, begin_ns: Ints, end_ns: Ints) -> Ints:
-        """Time by phase from each begin to its end, shape [begins, phases]; both must be piece boundaries."""
-        end_ns = np.maximum(begin_ns, end_ns)
-        elapsed: Ints = self.before_ns[self._piece(end_ns)] - self.before_ns[self._piece(begin_ns)]
-        return elapsed[:, :_PHASES]
-
-    def _piece(self, at_ns: Ints) -> Any:
-        return np.searchsorted(self.at_ns, at_ns).clip(max=len(self.at_ns) - 1)
 
 
 class Summariser:
@@ -112,13 +79,13 @@ class Summariser:
         ends = np.cumsum(_ints(raws.switches)) - 1
         start_ns, end_ns = switches_ns[np.append(0, ends[:-1] + 1)], switches_ns[ends]
         comm_rows, comms = self._comms(raws, numbers)
-        span_windows, spans = self._spans(raws, numbers)
+        span_windows, spans, waited_from_ns = self._spans(raws, numbers)
         windows = self._windows(raws, span_windows, spans, (comm_rows, comms))
         pieces = self._compile_time.pieces(int(start_ns[0]), int(end_ns[-1]), windows.ready_ns)
-        timeline = _timeline(
+        timeline = phase_timeline(
             np.append(self._carried[0], switches_ns),
             np.append(self._carried[1], phases),
-            _blocked(comms, start_ns[comm_rows], end_ns[comm_rows]),
+            blocked(comms, (comm_rows, windows.row[span_windows]), (spans, waited_from_ns), (start_ns, end_ns)),
             windows,
             pieces,
         )
@@ -171,8 +138,8 @@ class Summariser:
             done_ns=self._times(raws.comm_done_ns),
         )
 
-    def _spans(self, raws: RawSteps, numbers: Ints) -> tuple[Ints, wire.Spans]:
-        """Index of each span's segment, and the spans with plausible times.
+    def _spans(self, raws: RawSteps, numbers: Ints) -> tuple[Ints, wire.Spans, Ints]:
+        """Index of each span's segment, the spans with plausible times, and the begins of the waits for them (or 0).
 
         If a callback saw a completion late, it is cut at backward's return. A bucket that no rank used was not
         launched, and has no span.
@@ -191,6 +158,8 @@ class Summariser:
         started_ns = np.maximum(launched_ns, done_ns - took_ns)
         started_ns -= started_ns % self._resolution_ns
         first = np.cumsum(_ints(raws.buckets)) - _ints(raws.buckets)
+        waited_from_ns = self._times(raws.waited_from_ns)
+        waited_ns = np.where(waited_from_ns == 0, 0, np.maximum(0, done_ns - waited_from_ns))
         spans = wire.Spans(
             step=numbers[_rows(raws.segments)[segment]],
             module=_ints(raws.module)[backward],
@@ -200,12 +169,13 @@ class Summariser:
             launched_ns=launched_ns,
             started_ns=np.where(took_ns == wire.UNKNOWN, wire.UNKNOWN, started_ns),
             done_ns=done_ns,
+            waited_ns=np.where(np.array(raws.waits, bool)[backward], waited_ns, wire.UNKNOWN),
         )
-        return segment[launched], wire.Spans.from_table(spans.table[:, launched])
+        return segment[launched], wire.Spans.from_table(spans.table[:, launched]), waited_from_ns[launched]
 
     def _windows(
         self, raws: RawSteps, span_windows: Ints, spans: wire.Spans, other_comms: tuple[Ints, wire.Comms]
-    ) -> _Windows:
+    ) -> Windows:
         """Time of the last ready gradient and of the last completed communication of each synchronised backward.
 
         Both cover the backward's buckets and `other_comms`: other collectives, with the row of their step.
@@ -223,9 +193,9 @@ class Summariser:
         done_ns = np.where(until_ns >= ready_ns, np.maximum(done_ns, until_ns), done_ns)
         done_ns = np.minimum(np.maximum(done_ns, ready_ns), returned_ns)
         done_ns[unseen_windows] = returned_ns[unseen_windows]
-        return _Windows(row, ready_ns, done_ns, returned_ns, np.array(raws.clean, bool), np.array(raws.waited, bool))
+        return Windows(row, ready_ns, done_ns, returned_ns, np.array(raws.clean, bool), np.array(raws.waited, bool))
 
-    def _own(self, timeline: _Timeline, windows: _Windows, steps: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    def _own(self, timeline: PhaseTimeline, windows: Windows, steps: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
         """Own time by phase, shape [steps, phases], and a mask of the steps whose windows all have a clean origin."""
         own_ns, unclean = np.zeros((steps, _PHASES), np.int64), np.ones(steps, bool)
         if len(windows.row):
@@ -246,7 +216,7 @@ class Summariser:
         return own_ns, ~unclean
 
     def _compiled(
-        self, timeline: _Timeline, windows: _Windows, pieces: CompilePieces | None, steps: int
+        self, timeline: PhaseTimeline, windows: Windows, pieces: CompilePieces | None, steps: int
     ) -> tuple[Ints, Ints]:
         """Time in compilations of each step's own time, shape [steps], and of the steps by phase."""
         if pieces is None:
@@ -291,7 +261,7 @@ class Summariser:
         """Round nanoseconds down; an unknown time stays unknown."""
         return np.where(durations_ns < 0, durations_ns, durations_ns - durations_ns % self._resolution_ns)
 
-    def _pipelined(self, raws: RawSteps, timeline: _Timeline, steps: int) -> dict[str, Ints]:
+    def _pipelined(self, raws: RawSteps, timeline: PhaseTimeline, steps: int) -> dict[str, Ints]:
         """Time in pipelines' schedules, and its part in forward and backward, shape [steps]; `UNKNOWN` without one."""
         row, phases_ns = _rows(raws.schedules), np.full((2, steps), wire.UNKNOWN)
         if len(row):
@@ -320,13 +290,6 @@ def _rows(counts: Sequence[int]) -> Ints:
     return np.repeat(np.arange(len(counts)), _ints(counts))
 
 
-def _blocked(comms: wire.Comms, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints]:
-    """Begins and ends of blocking collectives, cut at the start and the end of their steps."""
-    blocks = np.isin(comms.kind, _BLOCKING)
-    begin_ns = np.clip(comms.launched_ns[blocks], start_ns[blocks], end_ns[blocks])
-    return begin_ns, np.clip(comms.done_ns[blocks], begin_ns, end_ns[blocks])
-
-
 def _message_waits(row: Ints, comms: wire.Comms, steps: int) -> dict[str, Ints]:
     """Time in waits for sends and for receives, shape [steps]; one thread waits, so they do not overlap."""
     waits_ns = {}
@@ -350,35 +313,6 @@ def _until_ns(row: Ints, returned_ns: Ints, comm_row: Ints, comms: wire.Comms) -
         inside = (row[window] == comm_row) & (comms.launched_ns < returned_ns[window])
         np.maximum.at(until_ns, window[inside], comms.done_ns[inside])
     return until_ns
-
-
-def _timeline(
-    switches_ns: Ints, phases: Ints, blocked: tuple[Ints, Ints], windows: _Windows, pieces: CompilePieces | None
-) -> _Timeline:
-    """Overlay the switches' phases with exposed communication.
-
-    Args:
-        switches_ns: Begins of phases, ascending.
-        phases: Phase from each of them on.
-        blocked: Begins and ends of blocking collectives, within steps.
-        windows: After its last gradient, a backward is exposed communication until it is done, then `other`.
-        pieces: Pieces of compilations, whose bounds are piece boundaries too; None for none.
-    """
-    compiled = pieces[:2] if pieces else ()
-    at_ns = np.unique(np.concatenate([switches_ns, *blocked, windows.ready_ns, windows.done_ns, *compiled]))
-    phase = phases[np.searchsorted(switches_ns, at_ns, side="right") - 1]
-    if len(windows.row):
-        window = np.searchsorted(windows.returned_ns, at_ns, side="right").clip(max=len(windows.row) - 1)
-        tail = (phase == BACKWARD) & (at_ns >= windows.ready_ns[window]) & (at_ns < windows.returned_ns[window])
-        tail &= ~windows.waited[window]
-        phase = np.where(tail, np.where(at_ns < windows.done_ns[window], EXPOSED_COMM, OTHER), phase)
-    if len(blocked[0]):
-        begins = np.searchsorted(np.sort(blocked[0]), at_ns, side="right")
-        ends = np.searchsorted(np.sort(blocked[1]), at_ns, side="right")
-        phase = np.where((begins > ends) & (phase != NO_STEP), EXPOSED_COMM, phase)
-    lasts_ns = np.zeros((len(at_ns), _PHASES + 1), np.int64)
-    lasts_ns[np.arange(1, len(at_ns)), phase[:-1]] = np.diff(at_ns)
-    return _Timeline(at_ns, phase, np.cumsum(lasts_ns, axis=0))
 
 
 def _union_ns(row: Ints, begin_ns: Ints, end_ns: Ints, rows: int) -> Ints:

@@ -18,6 +18,11 @@ COMM_KINDS = ("buffers", "unused_map", "user", "send", "receive")
 
 Older collectors know the first three, and refuse batches with others.
 """
+UNIT_KINDS = ("all_gather", "all_gather_again", "reduce_scatter", "all_reduce")
+"""Values of `Bucket.kind` for the collectives of a fully sharded unit.
+
+Its parameters are gathered in forward and again in backward. Its gradients are scattered, and reduced over replicas.
+"""
 OUTSIDE_KINDS = ("evaluation", "checkpoint", "after_checkpoint", "waiting", "resting")
 """Kinds of time outside of steps: `after_checkpoint` is work between a save and the next event of training, `waiting`
 collectives between steps, `resting` steps in which telemetry rested."""

@@ -119,6 +119,8 @@ class Spans(columns.Columns):
         started_ns: Begin of the communication on the rank's monotonic clock; `UNKNOWN` if the backend does not report
             it.
         done_ns: End of the communication on the rank's monotonic clock.
+        waited_ns: Time in which training waited for it; `UNKNOWN` for a bucket, which is waited for after the last
+            readiness.
     """
 
     step: StepNumbers
@@ -129,6 +131,7 @@ class Spans(columns.Columns):
     launched_ns: TimesBetween
     started_ns: Times
     done_ns: Times
+    waited_ns: DurationsOrUnknown = added_later(UNKNOWN)
 
 
 class Comms(columns.Columns):

@@ -79,17 +79,21 @@ class Parameter(Record, frozen=True, kw_only=True):
 
 
 class Bucket(Record, frozen=True, kw_only=True):
-    """One gradient bucket; its index is its position in `Layout.buckets`.
+    """One gradient bucket, or one collective of a fully sharded unit; its index is its position in `Layout.buckets`.
 
     Attributes:
-        size_bytes: Size of its gradients.
-        dtype: Type of its gradients.
+        size_bytes: Size of its gradients, or of what the unit's collective gathers or reduces.
+        dtype: Type of these.
         parameters: Its parameters, in the order of their gradients.
+        kind: `bucket`, or the unit's collective, one of `UNIT_KINDS`.
+        unit: Name of the unit; empty for a bucket.
     """
 
     size_bytes: Count
     dtype: Name
     parameters: list[Parameter]
+    kind: Name = "bucket"
+    unit: Name = ""
 
 
 class Layout(Record, frozen=True, kw_only=True):

@@ -366,7 +366,7 @@ def refused(rank: int, world_size: int) -> list[Any]:
     messages = []
     for model in (nn.DataParallel(net()), net()):
         try:
-            ddpobs.attach(model)  # type: ignore[arg-type]
+            ddpobs.attach(model)
         except DdpobsError as error:
             messages.append(str(error))
     ours = ddpobs.DistributedDataParallel(net(), telemetry=False)

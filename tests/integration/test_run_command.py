@@ -128,7 +128,10 @@ def test_a_training_without_ddp_prints_once_on_rank_0_why_it_has_no_telemetry() 
         ({}, "one process only trains here, without DistributedDataParallel: start it with torchrun"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, ""),
         ({"RANK": "0", "DDPOBS_QUIET": "1"}, ""),
-        ({"DDPOBS_QUIET": "0"}, "no DistributedDataParallel module was built (FSDP and DeepSpeed have no telemetry)"),
+        (
+            {"DDPOBS_QUIET": "0"},
+            "no DistributedDataParallel or fully_shard module (DeepSpeed and FSDP1 have no telemetry)",
+        ),
     ]
     code = f"import os, sys\n{OPTIMIZER}\n"
     code += "finder = next(finder for finder in sys.meta_path if type(finder).__name__ == '_Finder')\n"

@@ -25,6 +25,7 @@ from ddpobs import telemetry
 from tests.support.distributed.compare import batch, net
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
+from tests.support.distributed.sharded import sharded
 from tests.support.layers import DOORS
 
 _SYSTEM = {"posix", "_io", "_socket", "mmap", "_thread", "_signal", "fcntl", "select"}
@@ -101,7 +102,13 @@ def horovod(config: ddpobs.TelemetryConfig) -> Any:
     return model
 
 
-BUILD = {"ddp": own, "attachment": attached, "horovod": horovod}
+def fully_sharded(config: ddpobs.TelemetryConfig) -> Any:
+    model = sharded()
+    ddpobs.attach(model, config)
+    return model
+
+
+BUILD = {"ddp": own, "attachment": attached, "fsdp": fully_sharded, "horovod": horovod}
 """Builds a model that trains through a door, by the door's folder."""
 
 

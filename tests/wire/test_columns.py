@@ -68,7 +68,7 @@ def test_a_column_declared_as_a_time_is_bounded_by_the_anchor() -> None:
 def test_an_older_record_becomes_a_newer_one_by_the_defaults_of_the_later_columns() -> None:
     assert is_extended(NewerSpans.of_older(spans().by_name()), spans())
     assert NewerSpans.of_older(spans().by_name() | {"retries": np.arange(3)}).retries.tolist() == [0, 1, 2]
-    assert NewerSpans.required() == list(wire.Spans.names)
+    assert NewerSpans.required() == wire.Spans.required()
 
 
 def test_a_record_is_not_built_without_a_later_column_so_that_a_rank_fills_each() -> None:

@@ -132,7 +132,7 @@ def test_packed_columns_of_unequal_length_are_refused() -> None:
 def test_packed_columns_beyond_the_size_limit_are_refused() -> None:
     packed = wire.pack_spans(spans(200_000))
     assert len(packed) < 20_000
-    with pytest.raises(WireError, match="at most 1000000 bytes of columns, got 12800000"):
+    with pytest.raises(WireError, match="at most 1000000 bytes of columns, got 14400000"):
         wire.unpack_spans(packed, 1_000_000)
 
 

@@ -1,0 +1,109 @@
+"""Stamps of the units' collectives in one pass: a forward and its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ddpobs.clocks import Stamp
+from ddpobs.observers import ModuleObserver
+
+
+class Pass:
+    """Stamps of one pass, 0 where there is none; completions may arrive after its end.
+
+    Args:
+        rows: Number of the layout's rows.
+
+    Attributes:
+        ready_ns: Per row: what the collective sends is there.
+        launched_ns: Per row: it was handed to the process group.
+        done_ns: Per row: it is complete.
+        waited_from_ns: Per row: training began to wait for it.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.ready_ns: list[Stamp] = [0] * rows
+        self.launched_ns: list[Stamp] = [0] * rows
+        self.done_ns: list[Stamp] = [0] * rows
+        self.waited_from_ns: list[Stamp] = [0] * rows
+
+    def has(self, row: int) -> bool:
+        """Whether that collective was launched."""
+        return bool(self.launched_ns[row])
+
+
+class Transfer:
+    """One collective of a unit, from its launch to its completion.
+
+    Args:
+        of: The pass that it belongs to.
+        row: Its row.
+        now: Takes a stamp.
+        waits: The thread that launches it waits for it.
+    """
+
+    def __init__(self, of: Pass, row: int, now: Callable[[], Stamp], waits: bool) -> None:
+        self._pass, self._row, self._now, self._waits = of, row, now, waits
+
+    def began(self) -> None:
+        """Stamp the launch."""
+        of, row = self._pass, self._row
+        launched = of.launched_ns[row] = self._now()
+        of.ready_ns[row] = of.ready_ns[row] or launched
+        if self._waits:
+            of.waited_from_ns[row] = launched
+
+    def ended(self, _: Any = None) -> None:
+        """Stamp the completion."""
+        self._pass.done_ns[self._row] = self._now()
+
+
+class OtherTransfer:
+    """An all-gather of a forward without gradients, as of an evaluation or a teacher.
+
+    Args:
+        recorder: Records it as communication beside the units'.
+    """
+
+    def __init__(self, recorder: ModuleObserver) -> None:
+        self._recorder, self._launched = recorder, recorder.now()
+
+    def ended(self, _: Any = None) -> None:
+        """Record it."""
+        self._recorder.communicated("user", self._launched, self._recorder.now())
+
+
+Stamped = Transfer | OtherTransfer
+
+
+class AllReduceWait:
+    """Stamps an all-reduce over replicas, of which only the wait is visible.
+
+    Args:
+        start: Begins the transfer; called once.
+    """
+
+    def __init__(self, start: Callable[[], Stamped | None]) -> None:
+        self._start = start
+        self._transfer: Stamped | None = None
+
+    def wait_began(self) -> None:
+        """Stamp the launch; the call of torch's function may wait, and the work that it returns."""
+        if self._transfer is None:
+            self._transfer = self._start()
+
+    def wait_ended(self) -> None:
+        """Stamp the completion."""
+        if self._transfer is not None:
+            self._transfer.ended()
+
+
+class Unrecorded:
+    """Takes the waits for a collective that is stamped where it is launched."""
+
+    def wait_began(self) -> None:
+        """Do nothing."""
+
+    def wait_ended(self) -> None:
+        """Do nothing."""

@@ -1,0 +1,52 @@
+"""A model that FSDP2 shards: its steps, and the collectives of its units."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import ddpobs
+from ddpobs import wire
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import sending
+from tests.support.distributed.sharded import UNITS, sharded, train_sharded
+
+STEPS = 5
+
+
+def trained(rank: int, _size: int) -> dict[str, Any]:
+    plain = train_sharded(sharded(), rank, STEPS)
+    with sending() as sent:
+        model = sharded()
+        attachment = ddpobs.attach(model, sent.config)
+        assert ddpobs.attach(model, sent.config) is attachment
+        observed = train_sharded(model, rank, STEPS)
+    same = all(torch.equal(a, b) for a, b in zip(plain, observed, strict=True))
+    (layout,) = sent.layouts
+    spans = {name: sent.spans(name) for name in wire.Spans.names}
+    steps = {name: sent.steps(name) for name in wire.Steps.names}
+    return {"same": same, "layout": layout, "spans": spans, "steps": steps, "comms": sent.comms("kind")}
+
+
+def test_steps_and_units_of_a_sharded_model() -> None:
+    for rank in run_ranks(trained, 2):
+        assert rank["same"]
+        assert rank["comms"] == []
+        assert rank["steps"]["collective"] == list(range(STEPS))
+        rows = [(bucket.unit, bucket.kind) for bucket in rank["layout"].buckets]
+        blocks = [f"blocks.{index}" for index in range(UNITS)]
+        assert rows[: 1 + UNITS] == [(name, "all_gather") for name in ("(root)", *blocks)]
+        assert {name for name, kind in rows if kind == "all_gather_again"} == set(blocks)
+        assert {name for name, kind in rows if kind == "reduce_scatter"} == {"(root)", *blocks}
+        assert len(rank["spans"]["step"]) == STEPS * len(rows)
+
+
+def test_phases_add_up_and_own_time_excludes_the_waits() -> None:
+    for rank in run_ranks(trained, 2):
+        steps, spans = rank["steps"], rank["spans"]
+        for row in range(STEPS):
+            phases = sum(steps[f"{phase}_ns"][row] for phase in wire.PHASES)
+            assert phases == steps["end_ns"][row] - steps["start_ns"][row]
+            waited = sum(ns for ns, step in zip(spans["waited_ns"], spans["step"], strict=True) if step == row)
+            assert 0 < waited <= steps["exposed_comm_ns"][row]
