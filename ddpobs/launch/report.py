@@ -26,7 +26,7 @@ from ddpobs.ranks.run_name import RANKS
 from ddpobs.recording.place.dead_places import Place, places_of_the_dead
 from ddpobs.recording.place.place_file import LAUNCH, joined_file, launch_interrupt_ended, process_space
 from ddpobs.recovery import encoded
-from ddpobs.shared.words import format_bucket
+from ddpobs.shared.words import bucket_title
 
 _TRIES = 3
 
@@ -133,7 +133,7 @@ def _send(sender: Sender, batch: Encoded) -> Response:
 def line(config: TelemetryConfig, killed: list[Place], response: Response) -> str:
     """A line for the terminal: the rank that ended first with its place, and where the report is."""
     first = killed[0]
-    bucket = f", {format_bucket(first.module, first.bucket)}" if first.bucket >= 0 else ""
+    bucket = f", {bucket_title(first.module, first.bucket)}" if first.bucket >= 0 else ""
     phase = first.phase.replace("exposed_comm", "exposed communication")
     where = f"in your loop in step {first.step}" if phase == "other" else f"in {phase} of step {first.step}{bucket}"
     if first.identity.stage:

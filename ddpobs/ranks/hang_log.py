@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ddpobs import wire
 from ddpobs.ranks.hang_report import HangReport
-from ddpobs.shared.hang_verdict import Hang, ParameterNames
+from ddpobs.shared.hang_verdict import BucketLookup, Hang
 
 _log = logging.getLogger("ddpobs")
 _READ_AFTER = 0.5
@@ -31,14 +31,14 @@ class HangLog:
         connect: Connects to the store again, under the prefix of this attempt.
         rank: This process's rank.
         world_size: Number of ranks.
-        parameters: Names of a bucket's parameters.
+        buckets: Finds a bucket.
     """
 
     def __init__(
-        self, connect: Callable[[], Any], rank: int, world_size: int, parameters: ParameterNames = lambda *_: ()
+        self, connect: Callable[[], Any], rank: int, world_size: int, buckets: BucketLookup = lambda *_: None
     ) -> None:
         self._connect, self._rank, self._world_size = connect, rank, world_size
-        self._parameters = parameters
+        self._buckets = buckets
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._ends = False
@@ -75,7 +75,7 @@ class HangLog:
                 self._wake.clear()
                 if self._report is None:
                     self._report = HangReport(self._connect(), self._rank, self._world_size)
-                self._show(self._report.judge(self._parameters) if self._stands_still else None)
+                self._show(self._report.judge(self._buckets) if self._stands_still else None)
         except dist.DistNetworkError:
             _log.info("ddpobs: rendezvous store closed: hang detection off")
         except Exception:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ddpobs import wire
-from ddpobs.shared.hang_verdict import Hang, ParameterNames, judge
+from ddpobs.shared.hang_verdict import BucketLookup, Hang, judge
 from ddpobs.shared.judged_rank import JudgedRank
 from ddpobs.shared.silence import KEY_SILENCE_NS
 
@@ -72,11 +72,11 @@ class HangReport:
         value = _Published(self._count, self._host, os.getpid(), ended, pulse)
         self._store.set(_key(self._rank), _encode(value))
 
-    def judge(self, parameters: ParameterNames = lambda *_: ()) -> Hang | None:
+    def judge(self, buckets: BucketLookup = lambda *_: None) -> Hang | None:
         """Read the ranks' keys and return the verdict; None where another rank judges, or the run goes on.
 
         Args:
-            parameters: Names of a bucket's parameters.
+            buckets: Finds a bucket.
         """
         if self._rank >= JUDGES:
             return None
@@ -86,7 +86,7 @@ class HangReport:
         states = lower + [self._state(rank) for rank in range(self._rank, self._world_size)]
         if any(state is None for state in states):
             return None  # A rank without telemetry has no key.
-        return judge([state for state in states if state is not None], parameters)
+        return judge([state for state in states if state is not None], buckets)
 
     def _state(self, rank: int) -> JudgedRank | None:
         key = _key(rank)

@@ -20,7 +20,7 @@ from ddpobs.ranks.hang_report import HangReport
 from ddpobs.ranks.run_identity import IdentityExchange, RunIdentity
 from ddpobs.ranks.run_name import child_run_name, run_name
 from ddpobs.ranks.straggler_exchange import Exchange
-from ddpobs.shared.hang_verdict import ParameterNames
+from ddpobs.shared.hang_verdict import BucketLookup
 from ddpobs.torch_seam.stores import StoreConnection
 
 _log = logging.getLogger("ddpobs")
@@ -41,7 +41,7 @@ class Rendezvous:
         world_size: Number of ranks.
         generation: Number of this process's telemetry, equal on all ranks.
         on_identity: Receives the shared identity, once.
-        parameters: Names of a bucket's parameters, for a verdict on a hang.
+        buckets: Finds a bucket, for a verdict on a hang.
         compared: The ranks, in rising order, that reduce the first module's gradients together; None for all.
         parents: Returns the runs of the ranks that started this process, by process number, the nearest first.
     """
@@ -54,13 +54,13 @@ class Rendezvous:
         generation: int,
         on_identity: Callable[[RunIdentity], None],
         *,
-        parameters: ParameterNames = lambda *_: (),
+        buckets: BucketLookup = lambda *_: None,
         compared: Sequence[int] | None = None,
         parents: Callable[[], Mapping[int, str]] = dict,
     ) -> None:
         self._config, self._rank, self._world_size = config, rank, world_size
         self._generation, self._on_identity = generation, on_identity
-        self._parameters, self._parents = parameters, parents
+        self._buckets, self._parents = buckets, parents
         self._compared = range(world_size) if compared is None else compared
         self._created_at = time.monotonic()
         self._connection: StoreConnection | None = None
@@ -200,7 +200,7 @@ class Rendezvous:
         def connect() -> Any:
             return StoreConnection(store).prefixed(name)
 
-        self._hang_log = HangLog(connect, self._rank, self._world_size, self._parameters)
+        self._hang_log = HangLog(connect, self._rank, self._world_size, self._buckets)
         if len(self._compared) > 1:
             self._statistics = Exchange(prefix, self._rank, self._compared, self._config.peers_every)
         self._on_identity(identity)

@@ -91,10 +91,10 @@ class ModuleRecorder:
         self._reducing = launched_ns, done_ns
         self._journal.synchronised += 1
 
-    def parameters(self, bucket: int) -> list[str]:
-        """Names of a bucket's parameters in the latest layout; empty for a bucket that it does not have."""
+    def bucket(self, index: int) -> wire.Bucket | None:
+        """A bucket of the latest layout; None for a bucket that it does not have."""
         layout = self._layout
-        return [parameter.name for parameter in layout[bucket].parameters] if 0 <= bucket < len(layout) else []
+        return layout[index] if 0 <= index < len(layout) else None
 
     def backward(self, counted: bool = False) -> BackwardRecord | None:
         """Return a new record for the synchronised backward that begins.

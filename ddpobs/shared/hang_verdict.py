@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddpobs.shared.judged_rank import JudgedRank
-from ddpobs.shared.words import bucket_name, format_bucket, format_ranks
+from ddpobs.shared.words import bucket_title, format_bucket, format_ranks
 from ddpobs.wire.fields import UNKNOWN
 from ddpobs.wire.pulse import Pulse
+from ddpobs.wire.schema import Bucket
 
 BUFFERS = "the broadcast of buffers"
 """Name of the collective in which a DDP module's forward waits."""
@@ -34,8 +35,8 @@ _NAMED = 2
 _ENDED = {"failed": "failed", "interrupted": "been interrupted"}
 
 Kind = Literal["absent", "stopped", "dead", "input", "mismatch", "link", "code"]
-ParameterNames = Callable[[int, int], Sequence[str]]
-"""Names of the parameters of a bucket, by module and bucket index; empty where the layout is not known."""
+BucketLookup = Callable[[int, int], Bucket | None]
+"""Returns a bucket by module and index; None where the layout is not known."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,12 @@ class Hang:
         return f"{self.verdict}: {self.measure}; cause: {self.cause}{where}. {self.remedy}"
 
 
-def judge(states: Sequence[JudgedRank], parameters: ParameterNames = lambda _module, _bucket: ()) -> Hang | None:
+def judge(states: Sequence[JudgedRank], buckets: BucketLookup = lambda _module, _bucket: None) -> Hang | None:
     """Return the hang that the ranks' states show, or None where the run goes on or has ended.
 
     Args:
         states: One per rank of the attempt, in any order.
-        parameters: Names of a bucket's parameters.
+        buckets: Finds a bucket.
     """
     states = sorted(states, key=lambda state: state.rank)
     running = [state for state in states if not state.ended]
@@ -94,15 +95,15 @@ def judge(states: Sequence[JudgedRank], parameters: ParameterNames = lambda _mod
         return None  # The whole run is lost, not hung: no process is left that could wait.
     if all(state.activity_is_own for state in running) and all(_synchronised(state) == 0 for state in running):
         return None  # No rank has trained: the model may only serve.
-    return verdict_on(states, parameters)
+    return verdict_on(states, buckets)
 
 
-def verdict_on(states: Sequence[JudgedRank], parameters: ParameterNames = lambda _module, _bucket: ()) -> Hang:
+def verdict_on(states: Sequence[JudgedRank], buckets: BucketLookup = lambda _module, _bucket: None) -> Hang:
     """Return for which ranks the others wait, or waited when the first of them gave up.
 
     Args:
         states: One per rank of the attempt, in rising order; at least one has not ended.
-        parameters: Names of a bucket's parameters.
+        buckets: Finds a bucket.
     """
     running = [state for state in states if not state.ended]
     waiting = [state for state in running if state.waits]
@@ -110,7 +111,7 @@ def verdict_on(states: Sequence[JudgedRank], parameters: ParameterNames = lambda
     since_ns = min(state.idle_ns for state in running if not state.is_silent)
     first = waiting[0].pulse if waiting else None
     culprit = others[0].pulse if others else None
-    kind, ranks, cause, remedy = _verdict(states, waiting, others)
+    kind, ranks, cause, remedy = _verdict(states, waiting, others, buckets)
     in_bucket = first is not None and first.activity == "bucket"
     step = first.step if first else UNKNOWN
     latest_step = max((state.pulse.step for state in running if state.pulse), default=UNKNOWN)
@@ -127,7 +128,7 @@ def verdict_on(states: Sequence[JudgedRank], parameters: ParameterNames = lambda
         verdict=_headline(shown_step, ranks if waiting and others else []),
         measure=f"no progress for {_seconds(since_ns)}",
         cause=cause,
-        where=_bucket(first, parameters) if first and in_bucket else "",
+        where=_bucket(first, buckets) if first and in_bucket else "",
         remedy=remedy,
     )
 
@@ -140,26 +141,26 @@ def _headline(step: int, missing: list[int]) -> str:
 
 
 def _verdict(
-    states: Sequence[JudgedRank], waiting: Sequence[JudgedRank], others: Sequence[JudgedRank]
+    states: Sequence[JudgedRank], waiting: Sequence[JudgedRank], others: Sequence[JudgedRank], buckets: BucketLookup
 ) -> tuple[Kind, list[int], str, str]:
     """The kind, the ranks that the others wait for, the cause, and the remedy."""
     silent = [state for state in others if state.is_silent and not state.ended]
     if silent:
-        return _silent(silent, waiting)
+        return _silent(silent, waiting, buckets)
     if not waiting:
         return _without_waits(states)
     if others:
-        cause = f"{_absence(others)}; {_wait(waiting)}"
+        cause = f"{_absence(others)}; {_wait(waiting, buckets)}"
         doing = "ended" if others[0].ended else _activity(others[0])
         return "absent", _ranks(others), cause, _ABSENT_REMEDY.get(doing, _ABSENT_REMEDY["code"])
     groups = Counter(_collective(state) for state in waiting)
     if len(groups) == 1 or _is_one_sequence(waiting):
-        cause = f"each rank {_verb(waiting, 'waits', 'waited')} for the others {_in(min(waiting, key=_reached))}"
+        cause = f"each rank {_verb(waiting, 'waits', 'waited')} for the others {_in(min(waiting, key=_reached), buckets)}"
         if threads := _other_threads(waiting):
             return "mismatch", _ranks(states), f"{cause}; {threads}", _THREADS_REMEDY
         shares_host = states[0].host and len({state.host for state in states}) == 1
         return "link", _ranks(states), cause, _ONE_HOST_REMEDY if shares_host else LINK_REMEDY
-    return _mismatch(waiting, groups)
+    return _mismatch(waiting, groups, buckets)
 
 
 def _other_threads(waiting: Sequence[JudgedRank]) -> str:
@@ -171,7 +172,9 @@ def _other_threads(waiting: Sequence[JudgedRank]) -> str:
     return "; ".join(f"{format_ranks(_ranks(members))} also in {names}" for names, members in groups.items())
 
 
-def _silent(silent: Sequence[JudgedRank], waiting: Sequence[JudgedRank]) -> tuple[Kind, list[int], str, str]:
+def _silent(
+    silent: Sequence[JudgedRank], waiting: Sequence[JudgedRank], buckets: BucketLookup
+) -> tuple[Kind, list[int], str, str]:
     gone = [state for state in silent if state.process == "gone"]
     stopped = [state for state in silent if state.process == "stopped"]
     kind: Kind = "dead" if gone else "stopped"
@@ -185,7 +188,7 @@ def _silent(silent: Sequence[JudgedRank], waiting: Sequence[JudgedRank]) -> tupl
         cause, remedy = f"{format_ranks(_ranks(silent))} sent nothing for {_seconds(silent_ns)}", _SILENT_REMEDY
     last = silent[0].pulse
     after = f" (last in {_phase(last.phase)} of step {last.step})" if last else ""
-    tail = f"; {_wait(waiting)}" if waiting else ""
+    tail = f"; {_wait(waiting, buckets)}" if waiting else ""
     return kind, _ranks(silent), f"{cause}{after}{tail}", remedy
 
 
@@ -197,7 +200,9 @@ def _without_waits(states: Sequence[JudgedRank]) -> tuple[Kind, list[int], str, 
     return "code", _ranks(running), _absence(running), _ABSENT_REMEDY["code"]
 
 
-def _mismatch(waiting: Sequence[JudgedRank], groups: Counter[tuple[object, ...]]) -> tuple[Kind, list[int], str, str]:
+def _mismatch(
+    waiting: Sequence[JudgedRank], groups: Counter[tuple[object, ...]], buckets: BucketLookup
+) -> tuple[Kind, list[int], str, str]:
     """Name the smaller group; of two equal ones the group with fewer synchronised backward passes."""
     fewest = min(groups.values())
     candidates = [state for state in waiting if groups[_collective(state)] == fewest]
@@ -208,7 +213,9 @@ def _mismatch(waiting: Sequence[JudgedRank], groups: Counter[tuple[object, ...]]
     members: dict[tuple[object, ...], list[JudgedRank]] = {}
     for state in waiting:
         members.setdefault(_collective(state), []).append(state)
-    places = ", ".join(f"{format_ranks(_ranks(group))} {_in(group[0])}{_place(group[0])}" for group in members.values())
+    places = ", ".join(
+        f"{format_ranks(_ranks(group))} {_in(group[0], buckets)}{_place(group[0])}" for group in members.values()
+    )
     fewer = max(_synchronised(state) for state in waiting) - behind
     passes = "backward pass" if fewer == 1 else "backward passes"
     count = f"; {format_ranks(ranks)} ran {fewer} {passes} fewer than the others" if fewer else ""
@@ -244,17 +251,17 @@ def _doing(state: JudgedRank) -> str:
     return _DOING.get(_activity(state), _DOING["code"])
 
 
-def _wait(waiting: Sequence[JudgedRank]) -> str:
+def _wait(waiting: Sequence[JudgedRank], buckets: BucketLookup) -> str:
     """The ranks that wait, by the collective of the first of them."""
     verb = _verb(waiting, "wait" if len(waiting) > 1 else "waits", "waited")
-    return f"{format_ranks(_ranks(waiting))} {verb} {_in(waiting[0])}"
+    return f"{format_ranks(_ranks(waiting))} {verb} {_in(waiting[0], buckets)}"
 
 
 def _verb(states: Sequence[JudgedRank], present: str, past: str) -> str:
     return past if states[0].is_past else present
 
 
-def _in(state: JudgedRank) -> str:
+def _in(state: JudgedRank, buckets: BucketLookup) -> str:
     pulse = state.pulse
     assert pulse is not None
     if pulse.activity != "bucket":
@@ -262,13 +269,15 @@ def _in(state: JudgedRank) -> str:
         return f"in {pulse.waits_in or 'a collective'} {relation} step {pulse.step}"
     if pulse.bucket < 0:
         return f"in the backward of step {pulse.step}"
-    return f"in bucket {bucket_name(pulse.module, pulse.bucket)} of step {pulse.step}"
+    bucket = buckets(pulse.module, pulse.bucket)
+    article = "the " if bucket is not None and bucket.unit else ""
+    return f"in {article}{bucket_title(pulse.module, pulse.bucket, bucket)} of step {pulse.step}"
 
 
-def _bucket(pulse: Pulse, parameters: ParameterNames) -> str:
+def _bucket(pulse: Pulse, buckets: BucketLookup) -> str:
     """The bucket with its first parameters; empty where these are not known."""
-    names = list(parameters(pulse.module, pulse.bucket)) if pulse.bucket >= 0 else []
-    return format_bucket(pulse.module, pulse.bucket, names) if names else ""
+    bucket = buckets(pulse.module, pulse.bucket) if pulse.bucket >= 0 else None
+    return "" if bucket is None else format_bucket(pulse.module, pulse.bucket, bucket)
 
 
 def _place(state: JudgedRank) -> str:

@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ddpobs.wire.schema import Bucket
+
+_UNIT_COLLECTIVES = {
+    "all_gather": "all-gather",
+    "all_gather_again": "all-gather in backward",
+    "reduce_scatter": "reduce-scatter",
+    "all_reduce": "all-reduce over replicas",
+}
 MAX_NAMED_RANKS = 8
 MAX_NAMED_PARAMETERS = 3
 LABELS = {
@@ -35,13 +43,26 @@ def bucket_name(module: int, bucket: int) -> str:
     return f"{module}.{bucket}"
 
 
-def format_bucket(module: int, bucket: int, parameters: Sequence[str] = ()) -> str:
-    """A bucket and its first parameters: `bucket 0.2: decoder.4.weight, decoder.4.bias, …`."""
-    name = f"bucket {bucket_name(module, bucket)}"
-    if not parameters:
-        return name
-    more = ", …" if len(parameters) > MAX_NAMED_PARAMETERS else ""
-    return f"{name}: {', '.join(parameters[:MAX_NAMED_PARAMETERS])}{more}"
+def bucket_title(module: int, index: int, bucket: Bucket | None = None) -> str:
+    """A bucket, `bucket 0.2`, or a collective of a fully sharded unit, `reduce-scatter of unit blocks.3`.
+
+    Args:
+        module: Number of the module.
+        index: Index in the module's layout.
+        bucket: What the layout has there; None if it is not known.
+    """
+    if bucket is None or not bucket.unit:
+        return f"bucket {bucket_name(module, index)}"
+    return f"{_UNIT_COLLECTIVES.get(bucket.kind, bucket.kind)} of unit {bucket.unit}"
+
+
+def format_bucket(module: int, index: int, bucket: Bucket | None = None) -> str:
+    """The same with its first parameters: `bucket 0.2: decoder.4.weight, decoder.4.bias, …`."""
+    title = bucket_title(module, index, bucket)
+    if bucket is None or not bucket.parameters:
+        return title
+    names = [parameter.name for parameter in bucket.parameters[:MAX_NAMED_PARAMETERS]]
+    return f"{title}: {', '.join(names)}{', …' if len(bucket.parameters) > MAX_NAMED_PARAMETERS else ''}"
 
 
 def percent(share: float, digits: int = 0) -> str:

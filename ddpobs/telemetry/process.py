@@ -103,7 +103,7 @@ class Telemetry:
             world_size,
             generation,
             self._identify,
-            parameters=self._parameters,
+            buckets=self._bucket,
             compared=ranks_of(group),
             parents=partial(parent_ranks, folder_of(config.spool) / FOLDER),
         )
@@ -330,11 +330,9 @@ class Telemetry:
         self._recover()
         self._announcer.identify(self._run)
 
-    def _parameters(self, module: int, bucket: int) -> list[str]:
-        """Names of the parameters of a module's bucket."""
-        return [
-            name for recorder in self._recorders if recorder.index == module for name in recorder.parameters(bucket)
-        ]
+    def _bucket(self, module: int, index: int) -> wire.Bucket | None:
+        """A module's bucket; None if it is not known."""
+        return next((recorder.bucket(index) for recorder in self._recorders if recorder.index == module), None)
 
     def _pulse(self) -> None:
         pulses = self._observation.pulses

@@ -36,7 +36,9 @@ def bucket(rank: int, number: int = 2, **facts: Any) -> JudgedRank:
 
 
 def verdict(*states: JudgedRank) -> Hang:
-    hang = judge(states, lambda _module, _bucket: ["decoder.4.weight", "decoder.4.bias", "head.weight", "head.bias"])
+    names = ("decoder.4.weight", "decoder.4.bias", "head.weight", "head.bias")
+    parameters = [wire.Parameter(name=name, size=1) for name in names]
+    hang = judge(states, lambda *_: wire.Bucket(size_bytes=16, dtype="float32", parameters=parameters))
     assert hang is not None
     return hang
 
@@ -199,3 +201,12 @@ def test_no_rank_with_a_batch_is_an_input_hang() -> None:
 def test_a_run_that_ended_or_is_lost_as_a_whole_does_not_hang() -> None:
     assert judge([state(0, ended="finished"), state(1, ended="finished")]) is None
     assert judge([state(0, silent_s=40), state(1, silent_s=40)]) is None
+
+
+def test_a_wait_in_a_fully_sharded_model_is_named_by_its_unit_and_collective() -> None:
+    weight = wire.Parameter(name="blocks.3.weight", size=1)
+    unit = wire.Bucket(size_bytes=4, dtype="float32", parameters=[weight], kind="all_gather", unit="blocks.3")
+    hang = judge([bucket(0), state(1, "code")], lambda *_: unit)
+    assert hang is not None
+    assert hang.cause.endswith("rank 0 waits in the all-gather of unit blocks.3 of step 12")
+    assert hang.where == "all-gather of unit blocks.3: blocks.3.weight"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ddpobs import wire
 from ddpobs.shared.words import finding_heading, finding_lines, finding_parts, format_bucket, format_ranks
 
 FINDING = {
@@ -43,4 +44,11 @@ def test_long_lists_are_counted() -> None:
     assert format_ranks([1]) == "rank 1"
     assert format_ranks([0, 2, 3]) == "ranks 0, 2 and 3"
     assert format_ranks(list(range(64))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 56 more"
-    assert format_bucket(0, 2, ["a", "b", "c", "d"]) == "bucket 0.2: a, b, c, …"
+    parameters = [wire.Parameter(name=name, size=1) for name in "abcd"]
+    bucket = wire.Bucket(size_bytes=16, dtype="float32", parameters=parameters)
+    assert format_bucket(0, 2, bucket) == "bucket 0.2: a, b, c, …"
+
+
+def test_a_collective_of_a_unit_is_named_by_its_kind_and_its_unit() -> None:
+    bucket = wire.Bucket(size_bytes=4, dtype="float32", parameters=[], kind="reduce_scatter", unit="blocks.3")
+    assert format_bucket(0, 2, bucket) == "reduce-scatter of unit blocks.3"

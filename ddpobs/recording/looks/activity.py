@@ -56,7 +56,7 @@ def _path_of(module: str) -> str:
 
 
 _HOROVOD = _path_of("ddpobs.horovod")
-_TELEMETRY = tuple(map(_path_of, ("ddpobs.recording", "ddpobs.never_raises")))
+_TELEMETRY = tuple(map(_path_of, ("ddpobs.recording", "ddpobs.never_raises", "ddpobs.fsdp")))
 _REDUCER = tuple(map(_path_of, ("ddpobs.reducer", "ddpobs.comm", "ddpobs.torch_seam.collectives")))
 _LOADER = (f"{_TORCH}/utils/data/",)
 _POLLING = (
@@ -87,6 +87,7 @@ _WAITING = (
 """Files whose innermost frame is a wait for the other ranks. Other files of `torch.distributed` also compute."""
 _NOT_NAMES = frozenset({"wrapper", "timed", "marked", "wait", "synchronize"})
 _DDP_MODULE = f"{_TORCH}/nn/parallel/distributed.py"
+_FULLY_SHARD = f"{_TORCH}/distributed/fsdp/_fully_shard/"
 _ENGINE = "_engine_run_backward"
 
 
@@ -231,6 +232,7 @@ def classify(
         (any(file.startswith(_COMPILE) for file in files), "compile", ""),
         (any(file.startswith(_CHECKPOINT) for file in files) and not collective, "checkpoint", ""),
         (inner.startswith(_REDUCER), "bucket", ""),
+        (bucket_pending and any(file.startswith(_FULLY_SHARD) for file in files), "bucket", ""),
         (collective, "collective", _collective_name(frames) or waits_in or "a collective"),
         (inner.startswith(_DDP_MODULE), "collective", BUFFERS),
         (bucket_pending and (in_engine or asynchronous), "bucket", ""),

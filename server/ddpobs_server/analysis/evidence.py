@@ -152,6 +152,11 @@ class Evidence:
         """First and last step of `steps`."""
         return (int(self.steps.step.min()), int(self.steps.step.max())) if len(self.steps.step) else (0, 0)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether units of a fully sharded model are reduced, and not DDP's buckets."""
+        return self.settings.get("reducer") == "fully_shard"
+
     @cached_property
     def absent_ranks(self) -> list[int]:
         """Ranks of the world that are not in `joined`, in rising order."""

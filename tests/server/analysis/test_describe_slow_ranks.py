@@ -35,7 +35,7 @@ SLOW = SlowRank(
     intervals=(Interval(150, 599, START_NS, START_NS + 60 * 10**9),),
     lost_ns=6e9,
     run_share=0.1,
-    bucket=LateBucket(0, 3, ("head.weight", "head.bias")),
+    bucket=LateBucket(0, 3, ("head.weight", "head.bias"), "bucket 0.3: head.weight, head.bias"),
     cause=Cause("preempted", share=0.96, parts_ns={"preempted": 29.0 * MS}),
 )
 

@@ -42,7 +42,7 @@ def hang_at(evidence: Evidence, at_ns: int) -> Hang | None:
             states.append(JudgedRank(rank, evidence.pulses[rank], silent_ns, is_past=True))
         else:
             states.append(JudgedRank(rank, pulse, 0, "finished" if has_ended else "", is_past=True))
-    return judge(states, partial(bucket_parameters, evidence))
+    return judge(states, partial(bucket_of, evidence))
 
 
 def waited_for(evidence: Evidence, rank: int, at_ns: int, gave_up: Collection[int]) -> Hang | None:
@@ -67,7 +67,7 @@ def waited_for(evidence: Evidence, rank: int, at_ns: int, gave_up: Collection[in
         states.append(
             JudgedRank(each, pulse, silent_ns, evidence.ended.get(each, "") if has_ended else "", is_past=True)
         )
-    verdict = verdict_on(states, partial(bucket_parameters, evidence))
+    verdict = verdict_on(states, partial(bucket_of, evidence))
     return verdict if rank in verdict.waiting and set(verdict.ranks) != set(range(evidence.world_size)) else None
 
 
@@ -170,10 +170,14 @@ def _is_behind(pulse: wire.Pulse, first: wire.Pulse) -> bool:
     return pulse.collectives < first.collectives
 
 
-def bucket_parameters(evidence: Evidence, module: int, bucket: int) -> tuple[str, ...]:
-    """Return the names of a bucket's parameters in the module's latest layout."""
+def bucket_of(evidence: Evidence, module: int, bucket: int) -> wire.Bucket | None:
+    """Return a bucket of the module's latest layout; None if it is not known."""
     layouts: Iterable[wire.Layout] = evidence.columns.layouts() if evidence.columns is not None else []
     latest = max((layout for layout in layouts if layout.module == module), key=lambda o: o.revision, default=None)
-    if latest is None or not 0 <= bucket < len(latest.buckets):
-        return ()
-    return tuple(parameter.name for parameter in latest.buckets[bucket].parameters)
+    return latest.buckets[bucket] if latest is not None and 0 <= bucket < len(latest.buckets) else None
+
+
+def bucket_parameters(evidence: Evidence, module: int, bucket: int) -> tuple[str, ...]:
+    """Return the names of that bucket's parameters."""
+    found = bucket_of(evidence, module, bucket)
+    return () if found is None else tuple(parameter.name for parameter in found.parameters)

@@ -26,6 +26,8 @@ def fitted_steps(evidence: Evidence) -> Fitted | str:
 
 def _fitted(evidence: Evidence) -> Fitted | str:
     columns = evidence.columns
+    if evidence.is_sharded:
+        return "the model is of DDP's buckets, and the units of fully_shard are not predicted"
     if evidence.stages:
         return "the ranks of a pipeline wait for each other's messages: see /pipeline"
     if evidence.separate_groups_reason:

@@ -75,6 +75,8 @@ def replay_of(evidence: Evidence) -> Replay | str:
 def _replay(evidence: Evidence) -> Replay | str:
     if evidence.columns is None:
         return "bucket spans are not available"
+    if evidence.is_sharded:
+        return "the replay is of DDP's buckets, and this model is fully sharded"
     try:
         transfers = read_transfers(evidence, evidence.columns, np.arange(len(evidence.joined))).latest_layout
     except ColumnsTooLargeError as error:

@@ -87,7 +87,6 @@ def _finding(evidence: Evidence, columns: ColumnReader, replay: Replay, late: wi
     names = [parameter.name for bucket in buckets.tolist() for parameter in layout.buckets[bucket].parameters]
     blocked_ns = np.maximum.accumulate(replay.ready_ns) - replay.ready_ns
     worst = int(launch_order(replay)[late[np.argmax(replay.ready_ns[late])]])
-    worst_names = [parameter.name for parameter in layout.buckets[worst].parameters]
     is_flagged = bool(evidence.settings.get("find_unused_parameters"))
     return Finding(
         code="bucket-order",
@@ -97,7 +96,7 @@ def _finding(evidence: Evidence, columns: ColumnReader, replay: Replay, late: wi
         cause="find_unused_parameters=True keeps buckets in the order of registration"
         if is_flagged
         else "not known: the order of registration is not recorded",
-        where=format_bucket(layout.module, worst, worst_names),
+        where=format_bucket(layout.module, worst, layout.buckets[worst]),
         remedy=_REMEDY + (_NOT_REBUILT if is_flagged else ""),
         steps=evidence.step_range,
         phase="exposed_comm",

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from ddpobs import wire
 from ddpobs.shared.hang_verdict import Hang
 from ddpobs.shared.quantities import time_range
-from ddpobs.shared.words import format_bucket, format_ranks
+from ddpobs.shared.words import bucket_title, format_ranks
 from ddpobs_server.analysis.causes.rank_ends import End, ends_of
-from ddpobs_server.analysis.causes.waited_for import bucket_parameters, hang_at, shown_ranks, waited_for
+from ddpobs_server.analysis.causes.waited_for import bucket_of, bucket_parameters, hang_at, shown_ranks, waited_for
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, Interval
 
@@ -95,7 +95,7 @@ def crash(evidence: Evidence) -> Judgement:
             verdict=f"Rank {first.rank} {_end(first)} {first.place}",
             measure="; ".join(filter(None, (same, f"{format_ranks(victims)} failed because of it" if victims else ""))),
             cause=_cause(first),
-            where=evidence.where([first.rank], _bucket(module, bucket), outside, first.caller),
+            where=evidence.where([first.rank], _bucket(evidence, module, bucket), outside, first.caller),
             remedy=_REPEATED
             if same and first.kind == "failed" and not first.is_consequence
             else _remedy(evidence, ends),
@@ -181,10 +181,12 @@ def _few(ranks: list[int]) -> str:
     return format_ranks(ranks) if len(ranks) <= _NAMED else f"{len(ranks)} ranks"
 
 
-def _bucket(module: int, bucket: int) -> str:
+def _bucket(evidence: Evidence, module: int, bucket: int) -> str:
     if bucket == wire.UNKNOWN:
         return ""
-    return format_bucket(module, bucket) if module != wire.UNKNOWN else f"bucket {bucket} of a module that is not known"
+    if module == wire.UNKNOWN:
+        return f"bucket {bucket} of a module that is not known"
+    return bucket_title(module, bucket, bucket_of(evidence, module, bucket))
 
 
 def _end(first: End) -> str:

@@ -13,7 +13,7 @@ from ddpobs.shared.quantities import time_range
 from ddpobs.shared.words import format_ranks
 from ddpobs.wire.facts import DUMPED, DumpFacts, StuckFacts, facts_of
 from ddpobs_server.analysis.causes.rank_ends import End, ends_of, interrupt_of
-from ddpobs_server.analysis.causes.waited_for import bucket_parameters, hang_at, shown_ranks, spanned_ns
+from ddpobs_server.analysis.causes.waited_for import bucket_of, bucket_parameters, hang_at, shown_ranks, spanned_ns
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, Interval
 from ddpobs_server.analysis.findings.crash import hang_before
@@ -104,7 +104,7 @@ def _present(evidence: Evidence) -> Judgement:
     if any(end in ("failed", "interrupted") for end in evidence.ended.values()):
         return []  # The others wait for the rank that failed or was interrupted.
 
-    verdict = judge(rank_states(evidence), cache(partial(bucket_parameters, evidence)))
+    verdict = judge(rank_states(evidence), cache(partial(bucket_of, evidence)))
     return [] if verdict is None else [_finding(evidence, verdict, _facts(evidence, verdict, evidence.pulses))]
 
 

@@ -1,4 +1,4 @@
-"""Find the bucket in which a slow rank's backward falls behind."""
+"""Find the bucket in which a slow rank's backward falls behind, or the unit in which its forward or backward does."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import replace
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.words import format_bucket
 from ddpobs_server.analysis.evidence import MAX_LISTED, ColumnReader, Evidence
 from ddpobs_server.analysis.slow_ranks.lateness import lateness
+from ddpobs_server.analysis.slow_ranks.lag import largest_lag
 from ddpobs_server.analysis.slow_ranks.slow_rank import LateBucket, SlowRank
+from ddpobs_server.analysis.slow_ranks.unit import has_units, late_unit
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
 MAX_STEPS, MAX_RANKS = 200, 8
 """Latest steps, and ranks (the slow rank and some others), in which the bucket is looked for."""
 _USER = wire.COMM_KINDS.index("user")
-_BUCKET_BITS = 20
-"""Bits that hold the index of any bucket."""
 _Layouts = dict[tuple[int, int], wire.Layout]
 
 
@@ -26,8 +27,9 @@ def with_buckets(slow_ranks: list[SlowRank], evidence: Evidence, columns: Column
     Raises:
         ColumnsTooLargeError: The spans have too many rows.
     """
-    examined = [slow for slow in slow_ranks if slow.phase == "backward"][:MAX_RANKS]
+    examined = [slow for slow in slow_ranks if slow.phase in {"forward", "backward"}]
     layouts = {(layout.module, layout.revision): layout for layout in (columns.layouts() if examined else [])}
+    examined = [slow for slow in examined if slow.phase == "backward" or has_units(layouts.values())][:MAX_RANKS]
     if not layouts:
         return slow_ranks
     return [
@@ -38,6 +40,9 @@ def with_buckets(slow_ranks: list[SlowRank], evidence: Evidence, columns: Column
 
 def _late_bucket(slow: SlowRank, evidence: Evidence, columns: ColumnReader, layouts: _Layouts) -> LateBucket | None:
     row_rank, spans = _late_spans(slow, evidence, columns)
+    if has_units(layouts.values()):
+        excess_ns = min(slow.excess_ns, slow.phase_excess_ns[slow.phase])
+        return _in_layout(late_unit(slow.rank, row_rank, spans, excess_ns, layouts), layouts)
     if not len(row_rank) or _meets_between_buckets(slow.rank, spans.select(row_rank == slow.rank), columns):
         return None
     began_ns = backward_began_ns((evidence.rank, evidence.steps), (row_rank, spans))
@@ -150,29 +155,7 @@ def late_bucket(
     sorted_rank, rows = row_rank[order], spans.select(order)
     is_first = (np.diff(rows.step, prepend=-1) != 0) | (np.diff(sorted_rank, prepend=-1) != 0)
     compute_ns = rows.ready_ns - np.where(is_first, began_ns[order], np.roll(rows.ready_ns, 1))
-    revisions, revision_index = np.unique(rows.revision, return_inverse=True)
-    layout = rows.module * len(revisions) + revision_index
-    keys = layout << _BUCKET_BITS | rows.bucket
-    _, example_rows, key_index = np.unique(keys, return_index=True, return_inverse=True)
-    medians, counts = _group_medians(2 * key_index + (sorted_rank == rank), compute_ns, 2 * len(example_rows))
-    lag_ns = medians[1::2] - medians[::2]
-    comparable = ~np.isnan(lag_ns)
-    columns = (lag_ns * counts[1::2], lag_ns, example_rows)
-    lags = zip(*(values[comparable].tolist() for values in columns), strict=True)
-    _, largest_ns, row = max(lags, key=lambda lag: lag[:2], default=(0.0, 0.0, 0))
-    if largest_ns < max(1.0, 0.5 * excess_ns):
-        return None
-    return int(rows.module[row]), int(rows.revision[row]), int(rows.bucket[row])
-
-
-def _group_medians(group: wire.Ints, values: wire.Ints, groups: int) -> tuple[Floats, wire.Ints]:
-    """Return each group's median (NaN if the group is empty) and its number of values; both of shape [groups]."""
-    counts = np.bincount(group, minlength=groups)
-    begins, filled = np.cumsum(counts) - counts, counts > 0
-    values = values[np.lexsort((values, group))]
-    medians = np.full(groups, np.nan)
-    medians[filled] = (values[(begins + (counts - 1) // 2)[filled]] + values[(begins + counts // 2)[filled]]) / 2
-    return medians, counts
+    return largest_lag(rank, sorted_rank, rows, compute_ns, excess_ns)
 
 
 def _in_layout(bucket_key: tuple[int, int, int] | None, layouts: _Layouts) -> LateBucket | None:
@@ -180,5 +163,7 @@ def _in_layout(bucket_key: tuple[int, int, int] | None, layouts: _Layouts) -> La
     layout = layouts.get(bucket_key[:2]) if bucket_key else None
     if bucket_key is None or layout is None or bucket_key[2] >= len(layout.buckets):
         return None
-    names = [parameter.name for parameter in layout.buckets[bucket_key[2]].parameters]
-    return LateBucket(layout.module, bucket_key[2], tuple(names[:MAX_LISTED]))
+    index, bucket = bucket_key[2], layout.buckets[bucket_key[2]]
+    names = tuple(parameter.name for parameter in bucket.parameters[:MAX_LISTED])
+    where = f"unit {bucket.unit}" if bucket.unit else format_bucket(layout.module, index, bucket)
+    return LateBucket(layout.module, index, names, where)

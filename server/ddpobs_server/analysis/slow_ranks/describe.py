@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ddpobs.shared.quantities import duration, time_range
-from ddpobs.shared.words import format_bucket, format_ranks, percent
+from ddpobs.shared.words import format_ranks, percent
 from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.finding import Finding, Interval, how_often, waiting_text
 from ddpobs_server.analysis.slow_ranks.facts import MovingFacts, RankTurn, SlowRankFacts, TakingTurnsFacts
@@ -86,9 +86,7 @@ def describe_slow_rank(slow: SlowRank, evidence: Evidence, stage: Stage | None) 
         measure=_measure(slow, evidence, stage),
         when=_when(slow.intervals, slow.since_step),
         cause=_cause(slow),
-        where=evidence.where(
-            [slow.rank], format_bucket(bucket.module, bucket.index, bucket.parameters) if bucket else ""
-        ),
+        where=evidence.where([slow.rank], bucket.where if bucket else ""),
         remedy=_remedy(slow, evidence),
         steps=slow.steps,
         ranks=[slow.rank],

@@ -13,11 +13,12 @@ _PERSISTENT_SHARE = 0.6
 
 @dataclass(frozen=True)
 class LateBucket:
-    """The bucket in which a slow backward falls behind, with its first parameters."""
+    """The bucket in which a slow backward falls behind, or the unit, in words, and its first parameters."""
 
     module: int
     index: int
     parameters: tuple[str, ...]
+    where: str
 
 
 @dataclass(frozen=True)

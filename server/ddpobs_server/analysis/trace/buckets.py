@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.words import bucket_title
 from ddpobs_server.analysis.steps.clock_alignment import align
 from ddpobs_server.analysis.trace.events import BLOCK, FIRST_TRACK, BucketArgs, Slice, name_track, rows_of
 
@@ -44,12 +45,12 @@ class BucketTracks:
         self.rank, self.spans = rank, columns = spans
         keys, self._index = np.unique(columns.module << _BUCKET_BITS | columns.bucket, return_inverse=True)
         self._pairs = [(key >> _BUCKET_BITS, key & (1 << _BUCKET_BITS) - 1) for key in keys.tolist()]
-        self._names = [
-            f"bucket {bucket}" if module == 0 else f"bucket {module}.{bucket}" for module, bucket in self._pairs
-        ]
+        buckets = _latest(layouts)
+        self._names = [_name(module, bucket, buckets.get((module, bucket))) for module, bucket in self._pairs]
         self._modules, self._module_index = np.unique(columns.module, return_inverse=True)
         self._first_bucket_track = FIRST_TRACK + len(self._modules)
-        self._parameters = _parameters(layouts)
+        self._parameters = _parameters(buckets)
+        self._is_unit = np.array([pair in buckets and bool(buckets[pair].unit) for pair in self._pairs], bool)
         self.track = self._first_bucket_track + self._index
         self._ready_ns, self.launched_ns, self.done_ns = (
             align(rank, offsets, times) - origin_ns
@@ -58,7 +59,8 @@ class BucketTracks:
 
     def names(self) -> Iterator[dict[str, Any]]:
         """Iterate over the names of the tracks of every rank."""
-        for rank, index in _distinct(self.rank, self._module_index):
+        of_buckets = ~self._is_unit[self._index]
+        for rank, index in _distinct(self.rank[of_buckets], self._module_index[of_buckets]):
             module = int(self._modules[index])
             yield name_track(rank, FIRST_TRACK + index, f"gradients {module}" if module else "gradients")
         for rank, index in _distinct(self.rank, self._index):
@@ -69,12 +71,13 @@ class BucketTracks:
     def gradients(self) -> Iterator[Slice]:
         """Iterate over the times from a bucket's readiness to the next one's, in which that one's gradients are made.
 
-        The first bucket of a backward is left out, because the start of the backward is not recorded.
+        The first bucket of a backward is left out, because the start of the backward is not recorded. So are units: their
+        gradients are made between waits.
         """
         spans, ready_ns = self.spans, self._ready_ns
         backward = _occurrences(self.rank, spans, ready_ns)
         order = np.lexsort((ready_ns, backward, spans.module, spans.step, self.rank))
-        follows = np.ones(max(0, len(order) - 1), bool)
+        follows = ~self._is_unit[self._index[order[1:]]]
         for column in (self.rank, spans.step, spans.module, backward):
             follows &= np.diff(column[order]) == 0
         rows, before = order[1:][follows], order[:-1][follows]
@@ -118,11 +121,25 @@ def _occurrences(rank: wire.Ints, spans: wire.Spans, ready_ns: wire.Ints) -> wir
     return occurrence
 
 
-def _parameters(layouts: Sequence[wire.Layout]) -> dict[tuple[int, int], str]:
-    """Return the first parameter of each bucket of the latest layout, by module and bucket."""
+def _latest(layouts: Sequence[wire.Layout]) -> dict[tuple[int, int], wire.Bucket]:
+    """Return the buckets of the latest layouts, by module and bucket."""
     return {
-        (layout.module, index): bucket.parameters[0].name + (" ..." if len(bucket.parameters) > 1 else "")
+        (layout.module, index): bucket
         for layout in sorted(layouts, key=lambda layout: layout.revision)
         for index, bucket in enumerate(layout.buckets)
+    }
+
+
+def _name(module: int, index: int, bucket: wire.Bucket | None) -> str:
+    if bucket is not None and bucket.unit:
+        return bucket_title(module, index, bucket)
+    return f"bucket {index}" if module == 0 else f"bucket {module}.{index}"
+
+
+def _parameters(buckets: Mapping[tuple[int, int], wire.Bucket]) -> dict[tuple[int, int], str]:
+    """Return the first parameter of each bucket, by module and bucket."""
+    return {
+        place: bucket.parameters[0].name + (" ..." if len(bucket.parameters) > 1 else "")
+        for place, bucket in buckets.items()
         if bucket.parameters
     }

@@ -34,6 +34,7 @@ def sums(spans: wire.Spans, batch: wire.Ints, step: wire.Ints, multiple: Any) ->
     done = np.maximum.reduceat(spans.done_ns, begins)
     last = last_of_backward(step[begins], ready[begins], last, done, multiple[batch[begins]])[part]
     exposed = np.maximum(spans.done_ns - np.maximum(spans.launched_ns, last), 0)
+    exposed = np.where(spans.waited_ns < 0, exposed, spans.waited_ns)
     return _tables(spans, batch, np.stack([np.ones_like(ready), compute, spans.done_ns - spans.launched_ns, exposed]))
 
 

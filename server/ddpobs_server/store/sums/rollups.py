@@ -25,7 +25,9 @@ _IDENTITY = slice(wire.Spans.names.index("module"), wire.Spans.names.index("buck
 """Columns of spans that identify a bucket: module, revision and bucket."""
 _MIN_ROWS = 64
 """Minimum number of rows per module in a grid. Fewer rows are faster to sort together with others."""
-_READY, _LAUNCHED, _DONE = map(wire.Spans.names.index, ("ready_ns", "launched_ns", "done_ns"))
+_READY, _LAUNCHED, _DONE, _WAITED = map(
+    wire.Spans.names.index, ("ready_ns", "launched_ns", "done_ns", "waited_ns")
+)
 
 
 def join(records: Sequence[_C]) -> tuple[_C, wire.Ints]:
@@ -112,7 +114,8 @@ def _sum_grid(spans: wire.Spans, batch: wire.Ints, width: int, steps: Sequence[w
     """Sums of steps that each have the same `width` buckets in the same order."""
     result: BucketSums = {}
     grids = spans.table.reshape(len(spans.names), -1, width)
-    identity, ready, launched, done = grids[_IDENTITY, 0], grids[_READY], grids[_LAUNCHED], grids[_DONE]
+    identity = grids[_IDENTITY, 0]
+    ready, launched, done, waited = (grids[row] for row in (_READY, _LAUNCHED, _DONE, _WAITED))
     step_batch = batch[::width]
     first = np.flatnonzero(changes(step_batch))
     begins = _module_begins(identity)
@@ -124,7 +127,8 @@ def _sum_grid(spans: wire.Spans, batch: wire.Ints, width: int, steps: Sequence[w
         lasts = tuple(_last_of_backward(firsts, np.stack(lasts), dones, _several_backwards(steps)[step_batch]))
     for compute, last_ready, (begin, end) in zip(computes, lasts, modules, strict=True):
         module, revision, bucket = identity[:, begin:end]
-        sums = _grid_sums(compute, launched[:, begin:end], done[:, begin:end], last_ready, first)
+        times = launched[:, begin:end], done[:, begin:end], waited[:, begin:end]
+        sums = _grid_sums(compute, times, last_ready, first)
         for index, batch_index in enumerate(step_batch[first].tolist()):
             key, table = (batch_index, int(module[0]), int(revision[0])), build_table(bucket, sums[:, index])
             result[key] = add_tables(result[key], table) if key in result else table
@@ -169,15 +173,23 @@ def _several_backwards(steps: Sequence[wire.Steps | None]) -> Any:
 
 
 def _grid_sums(
-    compute: wire.Ints, launched: wire.Ints, done: wire.Ints, last_ready: wire.Ints, first: wire.Ints
+    compute: wire.Ints, times: tuple[wire.Ints, wire.Ints, wire.Ints], last_ready: wire.Ints, first: wire.Ints
 ) -> wire.Ints:
-    """`bucket_sums.SUMS` from each first step up to the next; shape [sums, first steps, buckets]."""
+    """`bucket_sums.SUMS` from each first step up to the next; shape [sums, first steps, buckets].
+
+    Args:
+        compute: Computation of each bucket, shape [steps, buckets].
+        times: Launch, completion, and wait of training, same shape; a wait of `UNKNOWN` begins at the last readiness.
+        last_ready: Shape [steps].
+        first: Steps.
+    """
     steps, width = compute.shape
-    launched, done = launched.ravel(), done.ravel()
+    launched, done, waited = (column.ravel() for column in times)
     exposed = np.repeat(last_ready, width)
     np.maximum(launched, exposed, out=exposed)
     np.subtract(done, exposed, out=exposed)
     np.maximum(exposed, 0, out=exposed)
+    np.copyto(exposed, waited, where=waited >= 0)
     grids = (compute, (done - launched).reshape(compute.shape), exposed.reshape(compute.shape))
     counts = np.repeat(np.diff(first, append=steps), width).reshape(-1, width)
     return np.stack([counts, *(np.add.reduceat(grid, first) for grid in grids)])
