@@ -46,12 +46,14 @@ class Parameter(TypedDict):
 
 
 class LaidOutBucket(TypedDict):
-    """A bucket's parameters."""
+    """A bucket's parameters, or those of a collective of a fully sharded unit."""
 
     bucket: BucketIndex
     size_bytes: Annotated[int, doc("Size of the bucket, in bytes.")]
     dtype: Annotated[str, doc("Type of the gradients.")]
     parameters: Annotated[list[Parameter], doc("The bucket's parameters.")]
+    kind: Annotated[str, doc("`bucket`, or the unit's collective: `all_gather`, `all_gather_again` (in backward), …")]
+    unit: Annotated[str, doc("Name of the unit; empty for a bucket.")]
 
 
 class Layout(Module):

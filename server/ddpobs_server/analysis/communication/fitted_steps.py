@@ -16,6 +16,12 @@ _UNUSED_MAP = 1
 """The map of unused parameters among the kinds of `wire.Comms`."""
 
 
+_NOT_MODELLED = {
+    "units": "the prediction is of DDP's buckets, and this model is fully sharded",
+    "stages": "the ranks of a pipeline wait for each other's messages: see /pipeline",
+}
+
+
 def fitted_steps(evidence: Evidence) -> Fitted | str:
     """Return the model of the latest steps, or why there is none."""
     if "fitted" not in evidence.shared:
@@ -26,10 +32,8 @@ def fitted_steps(evidence: Evidence) -> Fitted | str:
 
 def _fitted(evidence: Evidence) -> Fitted | str:
     columns = evidence.columns
-    if evidence.is_sharded:
-        return "the model is of DDP's buckets, and the units of fully_shard are not predicted"
-    if evidence.stages:
-        return "the ranks of a pipeline wait for each other's messages: see /pipeline"
+    if evidence.is_sharded or evidence.stages:
+        return _NOT_MODELLED["units" if evidence.is_sharded else "stages"]
     if evidence.separate_groups_reason:
         return evidence.separate_groups_reason
     if evidence.absence_reasons:

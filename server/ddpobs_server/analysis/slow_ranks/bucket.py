@@ -9,11 +9,11 @@ import numpy as np
 from ddpobs import wire
 from ddpobs.shared.words import format_bucket
 from ddpobs_server.analysis.evidence import MAX_LISTED, ColumnReader, Evidence
-from ddpobs_server.analysis.slow_ranks.lateness import lateness
 from ddpobs_server.analysis.slow_ranks.lag import largest_lag
+from ddpobs_server.analysis.slow_ranks.lateness import lateness
 from ddpobs_server.analysis.slow_ranks.slow_rank import LateBucket, SlowRank
 from ddpobs_server.analysis.slow_ranks.unit import has_units, late_unit
-from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
+from ddpobs_server.analysis.steps.joined_steps import JoinedSteps
 
 MAX_STEPS, MAX_RANKS = 200, 8
 """Latest steps, and ranks (the slow rank and some others), in which the bucket is looked for."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from ddpobs import wire
 from ddpobs_server.analysis.slow_ranks.lag import largest_lag
@@ -38,29 +39,28 @@ def late_unit(
         layouts: By module and revision.
 
     Returns:
-        Module, revision and row; None if the lag grows evenly, or collectives run beside the computation, so that their
-        begins do not show what is computed.
+        Module, revision and row; None if the lag grows evenly, or arises between
+        forward and backward, or if collectives run beside the computation: their begins do not
+        show what is computed.
     """
     blocks = spans.waited_ns == spans.done_ns - spans.launched_ns
     if not len(row_rank) or not blocks.all():
         return None
     order = np.lexsort((spans.launched_ns, row_rank, spans.step))
     ranks, rows = row_rank[order], spans.select(order)
-    follows = (np.diff(rows.step, prepend=-1) == 0) & (np.diff(ranks, prepend=-1) == 0)
-    gathers = _gathers(rows, layouts)
+    ends = np.flatnonzero((np.diff(rows.step, prepend=-1) == 0) & (np.diff(ranks, prepend=-1) == 0))
+    kinds = _kinds(rows, layouts)
     # The computation before an all-gather is that of the unit gathered before it.
-    of = np.arange(len(rows)) - gathers
-    begins, ends = np.flatnonzero(follows), rows.ready_ns
-    computed = rows.select(of[begins])
-    return largest_lag(rank, ranks[begins], computed, ends[begins] - rows.done_ns[begins - 1], excess_ns)
+    computed = rows.select(np.where(np.isin(kinds[ends], (_GATHER, _GATHER_AGAIN)), ends - 1, ends))
+    between = (kinds[ends] == _GATHER_AGAIN) & (kinds[ends - 1] == _GATHER)
+    computed.revision[between] = wire.UNKNOWN  # The end of forward, the loss, and the root's own begin of backward.
+    return largest_lag(rank, ranks[ends], computed, rows.ready_ns[ends] - rows.done_ns[ends - 1], excess_ns)
 
 
-def _gathers(rows: wire.Spans, layouts: Mapping[tuple[int, int], wire.Layout]) -> wire.Ints:
-    """Return 1 for each row that is an all-gather, else 0; shape [rows]."""
-    keys = zip(rows.module.tolist(), rows.revision.tolist(), rows.bucket.tolist(), strict=True)
+def _kinds(rows: wire.Spans, layouts: Mapping[tuple[int, int], wire.Layout]) -> npt.NDArray[np.str_]:
+    """Return the kind of each row's collective; empty if it is not known."""
     known = {
-        (*key, index): int(bucket.kind in {_GATHER, _GATHER_AGAIN})
-        for key, layout in layouts.items()
-        for index, bucket in enumerate(layout.buckets)
+        (*key, index): bucket.kind for key, layout in layouts.items() for index, bucket in enumerate(layout.buckets)
     }
-    return np.array([known.get(key, 0) for key in keys], np.int64)
+    keys = zip(rows.module.tolist(), rows.revision.tolist(), rows.bucket.tolist(), strict=True)
+    return np.array([known.get(key, "") for key in keys], np.str_)

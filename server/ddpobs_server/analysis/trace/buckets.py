@@ -71,8 +71,8 @@ class BucketTracks:
     def gradients(self) -> Iterator[Slice]:
         """Iterate over the times from a bucket's readiness to the next one's, in which that one's gradients are made.
 
-        The first bucket of a backward is left out, because the start of the backward is not recorded. So are units: their
-        gradients are made between waits.
+        The first bucket of a backward is left out, because the start of the backward is not recorded. So are
+        units: their gradients are made between waits.
         """
         spans, ready_ns = self.spans, self._ready_ns
         backward = _occurrences(self.rank, spans, ready_ns)

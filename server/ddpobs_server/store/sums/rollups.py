@@ -25,9 +25,7 @@ _IDENTITY = slice(wire.Spans.names.index("module"), wire.Spans.names.index("buck
 """Columns of spans that identify a bucket: module, revision and bucket."""
 _MIN_ROWS = 64
 """Minimum number of rows per module in a grid. Fewer rows are faster to sort together with others."""
-_READY, _LAUNCHED, _DONE, _WAITED = map(
-    wire.Spans.names.index, ("ready_ns", "launched_ns", "done_ns", "waited_ns")
-)
+_READY, _LAUNCHED, _DONE, _WAITED = map(wire.Spans.names.index, ("ready_ns", "launched_ns", "done_ns", "waited_ns"))
 
 
 def join(records: Sequence[_C]) -> tuple[_C, wire.Ints]:

@@ -1,0 +1,59 @@
+"""Fully sharded trainings under `ddpobs run`: a rank with a real fault is named with its unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from benchmarks.rig import patience
+from benchmarks.rig.collector import collector
+from benchmarks.rig.training import ROOT, TORCHRUN
+from tests.support.integration.run_command import command
+from tests.support.integration.slow_ranks import get
+
+SCRIPT = ROOT / "tests" / "integration" / "scripts" / "sharded.py"
+OF_BUCKETS = {"bucket-size", "bucket-order", "compression-pays", "accumulation-pays"}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with collector(tmp_path_factory.mktemp("collector")) as running:
+        yield running.url
+
+
+def train(url: str, run: str, fault: str = "", steps: int = 60, environ: dict[str, str] | None = None) -> Any:
+    given = command(*TORCHRUN[1:], SCRIPT, fault, steps, url=url, run=run)
+    return patience.run(given["args"], environ=given["env"] | (environ or {}))
+
+
+def findings(url: str, run: str) -> dict[str, dict[str, Any]]:
+    return {finding["code"]: finding for finding in get(url, run, "/diagnostics")["findings"]}
+
+
+def test_a_balanced_training_has_steps_and_units_and_no_finding_of_a_rank_or_of_buckets(url: str) -> None:
+    done = train(url, "balanced")
+    assert done.returncode == 0, done.stderr
+    found = findings(url, "balanced")
+    assert get(url, "balanced", "/diagnostics")["steps_seen"] == 60
+    assert not {"straggler", "hang", "crash", "not-reduced", "replicas-differ", *OF_BUCKETS} & set(found), found
+    units = {bucket["unit"] for bucket in get(url, "balanced", "/layout")["layouts"][0]["buckets"]}
+    assert units == {"(root)", "blocks.0", "blocks.1", "blocks.2"}
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_slow_rank_is_named_with_its_unit(url: str, phase: str) -> None:
+    done = train(url, f"slow-{phase}", f"slow-{phase}")
+    assert done.returncode == 0, done.stderr
+    slow = findings(url, f"slow-{phase}")["straggler"]
+    assert (slow["ranks"], slow["phase"]) == ([1], phase)
+    assert "unit blocks.1" in slow["where"]
+    assert "blocks.1.inner.0.weight" in slow["parameters"]
+
+
+def test_a_crash_is_named_with_the_collective_launched_last(url: str) -> None:
+    assert train(url, "crash", "crash").returncode != 0
+    crash = findings(url, "crash")["crash"]
+    assert (crash["ranks"], crash["phase"]) == ([1], "backward")
+    assert "all-gather in backward of unit blocks.0" in crash["where"]
