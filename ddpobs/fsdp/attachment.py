@@ -87,7 +87,14 @@ def _begin(model: torch.nn.Module, config: settings.TelemetryConfig) -> FullySha
 
 
 class FullyShardedAttachment:
-    """Telemetry on one fully sharded model, until `detach()`."""
+    """Telemetry on one fully sharded model, until `detach()`.
+
+    Attributes:
+        parameters: This rank's shards of the units' parameters.
+        names: Their names.
+        unreduced_parameters: Names and parameters that no unit holds.
+        forwards: Forwards of the root with gradients so far.
+    """
 
     @unseen
     def __init__(self, model: torch.nn.Module, recorder: ModuleObserver) -> None:
@@ -96,6 +103,11 @@ class FullyShardedAttachment:
         self._state = weakref.ref(fully_shard.state_of(model))
         units = fully_shard.units_of(model)
         self._units = [weakref.ref(unit) for unit in units]
+        self._model = weakref.ref(model)
+        self.parameters: list[torch.nn.Parameter] = []
+        self.names: list[str] = []
+        self.unreduced_parameters: list[tuple[str, torch.nn.Parameter]] = []
+        self.forwards = 0
         self._layout: UnitLayout | None = None
         self._blocks = units[0].device.type == "cpu"
         """A collective without a work blocks the thread that launches it; on a device only its stream."""
@@ -128,6 +140,7 @@ class FullyShardedAttachment:
     def forward_began(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Record that the root's forward was called."""
         self._report_layout()
+        self.forwards += torch.is_grad_enabled()
         self._recorder.forward_began(inputs, named)
 
     def gather(self, unit: Any, call: Callable[[], Any]) -> Any:
@@ -176,6 +189,14 @@ class FullyShardedAttachment:
         """Close the pass of a backward that was not called by torch's function."""
         if not self._recorder.in_backward:
             self._finish()
+
+    def has_local_gradients(self) -> bool:
+        """No shard's gradient is local: torch writes it after the reduction."""
+        return False
+
+    def local_gradients(self) -> list[int]:
+        """No shard."""
+        return []
 
     # ------------------------------------------------------------------ from the stamps to a record
 
@@ -259,6 +280,19 @@ class FullyShardedAttachment:
         if self._layout is None:
             self._layout = UnitLayout([unit for each in self._units if (unit := each()) is not None])
             self._recorder.layout(self._layout.buckets, "fully_shard")
+            self._follow_gradients()
+
+    def _follow_gradients(self) -> None:
+        """Let optimizer steps be looked at that use gradients of parameters outside of every unit."""
+        model = self._model()
+        held = {id(shard) for each in self._units if (unit := each()) for shard in fully_shard.shards_of(unit)}
+        for name, parameter in [] if model is None else model.named_parameters():
+            if id(parameter) in held:
+                self.parameters.append(parameter)
+                self.names.append(name)
+            else:
+                self.unreduced_parameters.append((name, parameter))
+        self._recorder.follow_gradients(self)
 
 
 def _gather_kind() -> str:

@@ -103,7 +103,7 @@ def parameters_of(unit: Any) -> list[UnitParameter]:
     ]
 
 
-def sharded_parameters_of(unit: Any) -> list[torch.nn.Parameter]:
+def shards_of(unit: Any) -> list[torch.nn.Parameter]:
     """Return the parameters that an optimizer steps on: this rank's shards."""
     return [parameter.sharded_param for parameter in unit.fsdp_params]
 
@@ -132,11 +132,6 @@ def reshards(unit: Any) -> bool:
 def is_gathering(unit: Any) -> bool:
     """Whether an all-gather was launched whose result is not used yet."""
     return unit._all_gather_result is not None
-
-
-def accumulates(unit: Any) -> bool:
-    """Whether the unit holds gradients of backward passes that were not reduced."""
-    return any(parameter.unsharded_accumulated_grad is not None for parameter in unit.fsdp_params)
 
 
 def state_of(model: torch.nn.Module) -> Any:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from benchmarks.faults.launch import ranks_of
 from benchmarks.rig import patience
 from benchmarks.rig.collector import collector
 from benchmarks.rig.training import ROOT, TORCHRUN
@@ -30,6 +33,13 @@ def train(url: str, run: str, fault: str = "", steps: int = 60, environ: dict[st
 
 def findings(url: str, run: str) -> dict[str, dict[str, Any]]:
     return {finding["code"]: finding for finding in get(url, run, "/diagnostics")["findings"]}
+
+
+def hang_of(url: str, run: str) -> dict[str, Any] | None:
+    try:
+        return findings(url, run).get("hang")
+    except httpx.HTTPStatusError:  # The run has sent nothing yet.
+        return None
 
 
 def test_a_balanced_training_has_steps_and_units_and_no_finding_of_a_rank_or_of_buckets(url: str) -> None:
@@ -57,3 +67,20 @@ def test_a_crash_is_named_with_the_collective_launched_last(url: str) -> None:
     crash = findings(url, "crash")["crash"]
     assert (crash["ranks"], crash["phase"]) == ([1], "backward")
     assert "all-gather in backward of unit blocks.0" in crash["where"]
+
+
+def test_gradients_of_a_parameter_outside_of_every_unit_are_not_reduced(url: str) -> None:
+    done = train(url, "ignored", "ignored")
+    assert done.returncode == 0, done.stderr
+    finding = findings(url, "ignored")["not-reduced"]
+    assert (finding["ranks"], finding["parameters"]) == ([0, 1], ["head.weight"])
+    assert "fully_shard was not applied to them" in finding["cause"]
+
+
+def test_a_hang_is_named_with_the_collective_in_which_the_other_rank_waits(url: str, tmp_path: Path) -> None:
+    environ = {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": "hang", "ATTACH": "1"}
+    with ranks_of(SCRIPT, "hang", ranks=2, folder=tmp_path, environ=environ) as ranks:
+        hang = patience.until(lambda: hang_of(url, "hang"), ranks.logs)
+    assert (hang["ranks"], hang["evidence"]["kind"]) == ([1], "absent")
+    assert "rank 0 waits in the all-gather of unit (root) of step 5" in hang["cause"]
+    assert "stem.weight" in hang["parameters"]

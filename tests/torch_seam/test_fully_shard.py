@@ -38,7 +38,6 @@ def test_units_and_states_have_what_is_read() -> None:
     assert assigned(fully_shard.state_class()) >= {"_is_root", "_modules", "_state_ctx", "_fsdp_param_groups"}
     assert assigned(_fsdp_param.FSDPParam) >= {
         *("_param_fqn", "_module_info", "_orig_size", "orig_dtype", "param_dtype", "reduce_dtype", "sharded_param"),
-        "unsharded_accumulated_grad",
     }
     assert "shard_process_group" in assigned(_fsdp_common.FSDPMeshInfo)
     assert "replicate_process_group" in assigned(_fsdp_common.DDPMeshInfo)

@@ -1,11 +1,12 @@
 """Trains a model that FSDP2 shards: `sharded.py [FAULT] [STEPS]`. The faults are real work, or a real wait, on rank 1.
 
-`slow-forward` and `slow-backward` work longer in the block 1; `hang` stops before the forward of step 5, `crash` raises
-an error in the backward of block 1 in step 5.
+`slow-forward` and `slow-backward` work longer in block 1. In step 5, `hang` stops before the forward, and `crash`
+raises an error in the backward of block 1. `ignored` leaves the head out of every unit, on all ranks.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
@@ -77,7 +78,11 @@ def main() -> None:
     model = Model({1: FAULT} if rank == 1 else {})
     for block in model.blocks:
         fully_shard(block)
-    fully_shard(model)
+    fully_shard(model, ignored_params={model.head.weight} if FAULT == "ignored" else set())
+    if "ATTACH" in os.environ:
+        import ddpobs
+
+        ddpobs.attach(model, telemetry=None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(STEPS):
         if FAULT == "hang" and rank == 1 and step == FAULTY_STEP:

@@ -48,6 +48,7 @@ def not_reduced(evidence: Evidence) -> Judgement:
         names = [name for name in reported[0][2].parameters.split(", ") if name]
         count = max(facts.count for _, _, facts in reported)
         step = min(event.step for _, event, _ in reported)
+        why = "unsharded" if reason == "unfrozen" and evidence.is_sharded else reason
         ranks = sorted({rank for rank, _, _ in reported})
         findings.append(
             Finding(
@@ -56,9 +57,9 @@ def not_reduced(evidence: Evidence) -> Judgement:
                 verdict="The optimizer stepped on gradients that were never reduced",
                 measure=f"{count} parameter{'s' * (count != 1)}",
                 when=f"first in step {step}",
-                cause=_WHY.get(reason, _WHY["unsynchronised"]),
+                cause=_WHY.get(why, _WHY["unsynchronised"]),
                 where=evidence.where(ranks, first_names(names, count)),
-                remedy=_REMEDY.get(reason, _REMEDY["unsynchronised"]),
+                remedy=_REMEDY.get(why, _REMEDY["unsynchronised"]),
                 steps=(step, max(event.step for _, event, _ in reported)),
                 ranks=ranks,
                 parameters=names,
@@ -133,6 +134,7 @@ _WHY = {
     "unsynchronised": "the last backward before the step ran without synchronisation",
     "bypassed": "the forward did not go through the DistributedDataParallel module",
     "unfrozen": "these parameters required no gradient when the module was wrapped",
+    "unsharded": "fully_shard was not applied to them: no unit holds these parameters",
 }
 _REMEDY = {
     "unsynchronised": "Leave no_sync for the last micro-batch before the optimizer's step: the condition is often off "
@@ -140,5 +142,7 @@ _REMEDY = {
     "bypassed": "Call the wrapped module (model(...)), not model.module(...) or a method of it.",
     "unfrozen": "Unfreeze parameters before wrapping, or wrap the module again after it; ddpobs' own "
     "DistributedDataParallel takes them in by itself.",
+    "unsharded": "Apply fully_shard to the root module too, after its blocks. Reduce the gradients of ignored_params by "
+    "your own code.",
     "never": "Call the wrapped module, outside of no_sync: torch synchronises in the backward of its own forward only.",
 }
