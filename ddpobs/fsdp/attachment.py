@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ddpobs import config as settings
 from ddpobs import telemetry, wire
@@ -69,8 +68,7 @@ def attach(
 def _begin(model: torch.nn.Module, config: settings.TelemetryConfig) -> FullyShardedAttachment | None:
     """Attach; None if telemetry cannot start."""
     skip_in_dynamo()
-    group = fully_shard.shard_group(fully_shard.units_of(model)[0]) or dist.group.WORLD
-    assert group is not None
+    group = fully_shard.data_parallel_group(fully_shard.units_of(model)[0])
     recorder = telemetry.join(model, config, group, _SETTINGS, type(model).__name__.removeprefix("FSDP"))
     if recorder is None:
         return None

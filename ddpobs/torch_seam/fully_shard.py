@@ -113,6 +113,14 @@ def shard_group(unit: Any) -> dist.ProcessGroup | None:
     return getattr(unit.mesh_info, "shard_process_group", None)
 
 
+def data_parallel_group(unit: Any) -> dist.ProcessGroup:
+    """Return the group of all ranks if the unit's shards and replicas are on all; else the group of one dimension."""
+    world = dist.distributed_c10d._get_default_group()
+    if unit.mesh_info.mesh.size() == world.size():
+        return world
+    return shard_group(unit) or replicate_group(unit) or world
+
+
 def shards(unit: Any) -> bool:
     """Whether the unit's parameters are divided among several ranks."""
     group = shard_group(unit)

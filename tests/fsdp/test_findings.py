@@ -73,7 +73,7 @@ def test_gradients_of_a_parameter_outside_of_every_unit_are_not_reduced(url: str
     done = train(url, "ignored", "ignored")
     assert done.returncode == 0, done.stderr
     finding = findings(url, "ignored")["not-reduced"]
-    assert (finding["ranks"], finding["parameters"]) == ([0, 1], ["head.weight"])
+    assert (finding["ranks"], finding["parameters"]) == ([0, 1], ["head.weight", "head.bias"])
     assert "fully_shard was not applied to them" in finding["cause"]
 
 

@@ -78,7 +78,7 @@ def main() -> None:
     model = Model({1: FAULT} if rank == 1 else {})
     for block in model.blocks:
         fully_shard(block)
-    fully_shard(model, ignored_params={model.head.weight} if FAULT == "ignored" else set())
+    fully_shard(model, ignored_params={*model.head.parameters()} if FAULT == "ignored" else set())
     if "ATTACH" in os.environ:
         import ddpobs
 

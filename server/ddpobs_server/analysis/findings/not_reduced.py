@@ -142,7 +142,7 @@ _REMEDY = {
     "bypassed": "Call the wrapped module (model(...)), not model.module(...) or a method of it.",
     "unfrozen": "Unfreeze parameters before wrapping, or wrap the module again after it; ddpobs' own "
     "DistributedDataParallel takes them in by itself.",
-    "unsharded": "Apply fully_shard to the root module too, after its blocks. Reduce the gradients of ignored_params by "
-    "your own code.",
+    "unsharded": "Apply fully_shard to the root module too, after its blocks. Reduce the gradients of ignored_params "
+    "by your own code.",
     "never": "Call the wrapped module, outside of no_sync: torch synchronises in the backward of its own forward only.",
 }

@@ -1,0 +1,105 @@
+"""Units over meshes of two dimensions: shards and replicas, and shards beside tensor parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import ddpobs
+from ddpobs import wire
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import sending
+from tests.support.distributed.sharded import UNITS, sharded, train_sharded
+
+STEPS = 3
+
+
+def hybrid(rank: int, size: int, shape: tuple[int, int]) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    plain = train_sharded(sharded(mesh=mesh), rank, STEPS)
+    with sending() as sent:
+        model = sharded(mesh=mesh)
+        ddpobs.attach(model, sent.config)
+        observed = train_sharded(model, rank, STEPS)
+    (layout,) = sent.layouts
+    done, launched = sent.spans("done_ns"), sent.spans("launched_ns")
+    return {
+        "same": all(torch.equal(a, b) for a, b in zip(plain, observed, strict=True)),
+        "kinds": [layout.buckets[index].kind for index in sent.spans("bucket")],
+        "all done": all(done > launched for done, launched in zip(done, launched, strict=True)),
+        "bytes": {bucket.kind: bucket.size_bytes for bucket in layout.buckets if bucket.unit == "blocks.0"},
+        "comms": sent.comms("kind"),
+        "group": next(batch.hello.settings["group_ranks"] for batch in sent.batches if batch.hello),
+        "module": layout.module,
+    }
+
+
+@pytest.mark.parametrize(("size", "shape"), [(2, (2, 1)), pytest.param(4, (2, 2), marks=pytest.mark.wide)])
+def test_units_with_replicas_have_their_all_reduce(size: int, shape: tuple[int, int]) -> None:
+    for rank in run_ranks(hybrid, size, shape):
+        assert rank["same"]
+        assert (rank["comms"], rank["group"], rank["module"]) == ([], size, 0)
+        assert rank["all done"]
+        assert rank["kinds"].count("all_reduce") == STEPS * (1 + UNITS)
+        assert rank["kinds"].count("reduce_scatter") == (STEPS * (1 + UNITS) if shape[1] > 1 else 0)
+        whole = 4 * (32 * 32 + 32)
+        assert rank["bytes"]["all_reduce"] == whole // shape[1]
+        if shape[1] > 1:
+            assert rank["bytes"]["reduce_scatter"] == rank["bytes"]["all_gather"] == whole
+
+
+def accumulated(rank: int, _size: int) -> dict[str, Any]:
+    """Train two steps of three micro-batches, of which only the last one reduces."""
+    from tests.support.distributed.compare import batch
+
+    with sending() as sent:
+        model = sharded()
+        ddpobs.attach(model, sent.config)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(2):
+            for micro in range(3):
+                model.set_requires_gradient_sync(micro == 2)
+                model(batch(rank, 3 * step + micro)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (layout,) = sent.layouts
+    kinds = [layout.buckets[index].kind for index in sent.spans("bucket")]
+    micro_steps = sent.steps("micro_steps")
+    return {"kinds": kinds, "micro": micro_steps, "steps": sent.spans("step"), "comms": sent.comms("kind")}
+
+
+def test_micro_batches_without_a_reduction_are_passes_of_one_step() -> None:
+    for rank in run_ranks(accumulated, 2):
+        assert rank["micro"] == [3, 3]
+        assert rank["comms"] == []
+        assert rank["kinds"].count("reduce_scatter") == 2 * (1 + UNITS)
+        assert rank["kinds"].count("all_gather") > 2 * UNITS
+        assert set(rank["steps"]) == {0, 1}
+
+
+def evaluated(rank: int, _size: int) -> dict[str, Any]:
+    """Evaluate between two trainings; the gathers of the evaluation are no spans of units."""
+    from tests.support.distributed.compare import batch
+
+    with sending() as sent:
+        model = sharded()
+        ddpobs.attach(model, sent.config)
+        train_sharded(model, rank, 2)
+        model.eval()
+        with torch.no_grad():
+            for step in range(3):
+                model(batch(rank, step))
+        model.train()
+        train_sharded(model, rank, 2)
+    return {"spans": len(sent.spans("step")), "rows": len(sent.layouts[0].buckets), "phases": sent.phases()}
+
+
+def test_an_evaluation_is_no_step() -> None:
+    for rank in run_ranks(evaluated, 2):
+        # The root stays gathered after the evaluation.
+        assert rank["spans"] == 4 * rank["rows"] - 1
+        assert len(rank["phases"]) == 4
+        assert all(phases[name] >= 0 for phases in rank["phases"] for name in wire.PHASES)
