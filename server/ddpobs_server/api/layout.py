@@ -52,7 +52,7 @@ class LaidOutBucket(TypedDict):
     size_bytes: Annotated[int, doc("Size of the bucket, in bytes.")]
     dtype: Annotated[str, doc("Type of the gradients.")]
     parameters: Annotated[list[Parameter], doc("The bucket's parameters.")]
-    kind: Annotated[str, doc("`bucket`, or the unit's collective: `all_gather`, `all_gather_again` (in backward), …")]
+    kind: Annotated[str, doc("`bucket`, or the unit's collective, such as `all_gather_again` (in backward).")]
     unit: Annotated[str, doc("Name of the unit; empty for a bucket.")]
 
 

@@ -134,3 +134,13 @@ def _spans(rows: list[Row]) -> wire.Spans:
 
 def _count(sums: list[int], values: tuple[int, ...]) -> None:
     sums[:] = [sum(pair) for pair in zip(sums, values, strict=True)]
+
+
+@pytest.mark.parametrize("least", [1, 64])
+def test_a_collective_of_a_unit_is_exposed_for_as_long_as_training_waited_for_it(least: int) -> None:
+    rows = [(step, 0, 0, bucket, 10, 20, 60) for step in range(3) for bucket in range(2)]
+    spans = _spans(rows)
+    waited = wire.Spans(**spans.by_name() | {"waited_ns": np.array([5, 0] * 3)})
+    with patch.object(rollups, "_MIN_ROWS", least):
+        (table,) = rollups.sum_buckets(*rollups.join([waited]), [None]).values()
+    assert table[-1].tolist() == [15, 0]
