@@ -155,7 +155,9 @@ def _verdict(
         return "absent", _ranks(others), cause, _ABSENT_REMEDY.get(doing, _ABSENT_REMEDY["code"])
     groups = Counter(_collective(state) for state in waiting)
     if len(groups) == 1 or _is_one_sequence(waiting):
-        cause = f"each rank {_verb(waiting, 'waits', 'waited')} for the others {_in(min(waiting, key=_reached), buckets)}"
+        cause = (
+            f"each rank {_verb(waiting, 'waits', 'waited')} for the others {_in(min(waiting, key=_reached), buckets)}"
+        )
         if threads := _other_threads(waiting):
             return "mismatch", _ranks(states), f"{cause}; {threads}", _THREADS_REMEDY
         shares_host = states[0].host and len({state.host for state in states}) == 1

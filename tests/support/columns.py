@@ -29,7 +29,7 @@ def make_steps(**columns: Any) -> wire.Steps:
 
 def make_spans(**columns: Any) -> wire.Spans:
     """Return bucket spans with these columns and zeros in all others, as `make_steps` does; no wait is known."""
-    return _fill(wire.Spans, wire.Spans.defaults | columns)
+    return _fill(wire.Spans, {**wire.Spans.defaults, **columns})
 
 
 def _fill(kind: type[_Columns], columns: dict[str, Any]) -> _Columns:

@@ -38,6 +38,8 @@ def gain_of(fitted: Fitted, change: Change, least: float = MIN_GAIN) -> Gain | N
 def exposes_communication(evidence: Evidence) -> bool:
     """Whether the least exposed time over the ranks is above `MIN_GAIN` of the step: else no bucket can gain that."""
     joined = evidence.joined
+    if evidence.is_sharded:
+        return False
     if len(joined.ranks) < 2 or len(joined) < MIN_STEPS or evidence.absent_ranks or evidence.separate_groups_reason:
         return False
     exposed_ns = float(np.median(joined.exposed_ns.min(axis=1)))
