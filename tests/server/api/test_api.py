@@ -193,6 +193,8 @@ def test_the_layout_lists_the_parameters_of_each_bucket(shared: Collector, run: 
         "size_bytes": 2000,
         "dtype": "float32",
         "parameters": [{"name": "stem.weight", "size": 500}],
+        "kind": "bucket",
+        "unit": "",
     }
 
 
