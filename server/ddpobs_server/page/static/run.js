@@ -11,6 +11,7 @@ import { refresh, runOnce } from "./refresh.js";
 import { buildFigures, drawFigures, markSelection } from "./run_figures.js";
 import { fillForm, followButtons, followForm, offerBuckets, showLabels, showWrong } from "./run_form.js";
 import { address, isOrdinal, selectedAttempt, state } from "./run_state.js";
+import { followWhatif, showWhatif, whatifLegend } from "./whatif.js";
 import { changed, findingKeys, ofFinding, read, write } from "./selection.js";
 
 const LIVE_REFRESH_S = 5;
@@ -79,6 +80,7 @@ async function show() {
   showAttempts(attempts, shownAttempt, details.attempt);
   showSettings(details);
   if (now !== state.seen) await draw(!isFirst);
+  if (now !== state.seen) await showWhatif();
   state.seen = now;
   fillForm(choose);
   return shownAttempt?.attempt === details.attempt ? REFRESH_S[details.state] : false;
@@ -129,6 +131,8 @@ byId("title").textContent = state.run;
 document.title = `${state.run} · ddpobs`;
 followForm(choose);
 followButtons();
+followWhatif();
+whatifLegend();
 addEventListener("popstate", () => {
   Object.assign(state, read(location.search), { seen: null });
   runOnce(show);

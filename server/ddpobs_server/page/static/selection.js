@@ -1,11 +1,18 @@
 // The selection of the run's page. It is in the address, so that a link shows the same view.
 
-const NAMES = ["attempt", "steps", "rank", "step", "bucket", "finding", "match", "order"];
+const NAMES = ["attempt", "steps", "rank", "step", "bucket", "finding", "match", "order", "whatif"];
 const STEPS = /^\s*(\d{1,15})\s*(?:-\s*(\d{1,15})\s*)?$/;
 const NUMBER = /^\d{1,15}$/;
 const BUCKET = /^\d{1,7}(\.\d{1,7})?$/;
 const MAX_KEY_RANKS = 4;
-const VALID = { steps: STEPS, rank: NUMBER, step: NUMBER, bucket: BUCKET, order: /^(cost|rank|host)$/ };
+const VALID = {
+  steps: STEPS,
+  rank: NUMBER,
+  step: NUMBER,
+  bucket: BUCKET,
+  order: /^(cost|rank|host)$/,
+  whatif: /^[a-z_]+=[\w.]+(&[a-z_]+=[\w.]+)*$/,
+};
 
 // The selection of this address; a malformed part is left out, and named in `wrong`.
 export function read(search) {
