@@ -25,6 +25,8 @@ from ddpobs.shared.quantities import duration
 from ddpobs.wire import printable
 
 _MAX_CHANGE = 60
+_MIN_LOST = 0.03
+"""Share of the ranks' time, lost to slow ranks, from which on a line states it."""
 
 
 @main.command(rich_help_panel=LOOK, short_help="Predict what a change would give.")
@@ -92,6 +94,9 @@ def _print(run: str, response: dict[str, Any]) -> None:
     if response["now"] is None:
         return
     typer.echo(printable(f"{run}: {duration(response['now']['step_ns'])} a step now"))
+    slow = response["slow_ranks"]
+    if slow is not None and slow["lost_ratio"] >= _MIN_LOST:
+        typer.echo(f"slow ranks cost {100 * slow['lost_ratio']:.1f} % of the ranks' time (S = {slow['slowdown']:.3f})")
     titles = [answer["change"][:_MAX_CHANGE] for answer in response["answers"]]
     width = max(map(len, titles), default=0)
     for title, answer in zip(titles, response["answers"], strict=True):

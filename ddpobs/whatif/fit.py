@@ -9,12 +9,16 @@ import numpy as np
 from ddpobs.whatif.buckets import fill
 from ddpobs.whatif.link import Floats, Ints, Link, fit_link
 from ddpobs.whatif.model import Change, Fitted, Typical
+from ddpobs.whatif.repair import slowdown
 from ddpobs.whatif.replay import Replayed, replay, without_slowdown
 
 MIN_STEPS = 20
 """Minimum number of steps that a model is fitted to."""
 _BLOCKS = 8
 """Blocks of successive steps, each of which is left out once."""
+_QUANTILE, _OTHER_QUANTILES = 0.25, (0.1, 0.5)
+"""Quantile of a bucket's transfers that the link is fitted to, and those that an interval counts. A process that waits
+for a processor makes a transfer longer, never shorter: the means would count that as latency."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +80,16 @@ def fit(observed: Observed) -> Fitted | str:
     rows = np.arange(steps)
     typical = _typical(observed, rows)
     blocks = np.array_split(rows, min(_BLOCKS, steps // 5))
-    without = tuple(_typical(observed, np.setdiff1d(rows, block)) for block in blocks)
+    without = [_typical(observed, np.setdiff1d(rows, block)) for block in blocks]
+    otherwise = [_typical(observed, rows, quantile) for quantile in _OTHER_QUANTILES]
     left_out_ns = [float(np.median(observed.step_ns[block])) for block in blocks]
     others_ns = [float(np.median(np.delete(observed.step_ns, block))) for block in blocks]
     exposed_ns = float(np.median(observed.exposed_ns))
     return Fitted(
         typical=typical,
-        without=without,
+        variants=(*without, *otherwise),
         step_ns=float(np.median(observed.step_ns)),
+        slowdown=None if observed.own_ns is None else slowdown(observed.step_ns, observed.own_ns),
         noise_ns=float(np.sqrt(np.mean(np.square(np.subtract(left_out_ns, others_ns))))),
         replay_error_ns=abs(now(typical).exposed_ns - exposed_ns),
         exposed_ns=exposed_ns,
@@ -118,22 +124,22 @@ def buckets_of(typical: Typical, change: Change) -> tuple[Floats, Floats]:
     return fill(typical.arrival_ns, typical.sizes, change.caps_mb)
 
 
-def _typical(observed: Observed, rows: Ints) -> Typical:
+def _typical(observed: Observed, rows: Ints, quantile: float = _QUANTILE) -> Typical:
     ready_ns = np.median(observed.ready_ns[rows], axis=0)
     ready_ns -= ready_ns.min()
-    link = _link(observed, rows)
+    link = _link(observed, rows, quantile)
     arrival_ns, sizes, bucket = _parameters(observed, ready_ns)
     measured = Typical(arrival_ns, sizes, bucket, link, 0.0, 0.0)
     timeline = now(measured)
-    slowdown = _slowdown(observed, rows, timeline)
-    free = replace(measured, arrival_ns=without_slowdown(arrival_ns, timeline, slowdown), slowdown=slowdown)
+    beside = _slowdown(observed, rows, timeline)
+    free = replace(measured, arrival_ns=without_slowdown(arrival_ns, timeline, beside), slowdown=beside)
     return replace(free, base_ns=float(np.median(observed.step_ns[rows])) - now(free).end_ns)
 
 
-def _link(observed: Observed, rows: Ints) -> Link:
+def _link(observed: Observed, rows: Ints, quantile: float) -> Link:
     """Fit the link to the typical step's sum: transfers that overlap share their time in any proportion."""
     moving_ns = observed.moving_ns[rows]
-    link = fit_link(np.tile(observed.bucket_bytes, len(rows)), moving_ns.reshape(-1))
+    link = fit_link(observed.bucket_bytes, np.quantile(moving_ns, quantile, axis=0))
     fitted_ns = float(link.time_ns(observed.bucket_bytes).sum())
     return link.scaled(float(np.median(moving_ns.sum(axis=1))) / max(1.0, fitted_ns))
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ddpobs.whatif.link import Floats, Ints, Link
+from ddpobs.whatif.repair import Slowdown
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,9 @@ class Fitted:
 
     Attributes:
         typical: Fitted to all steps.
-        without: Fitted to all but one block of steps, for each block.
+        variants: Fitted to all but one block of steps, for each block, and to faster and slower transfers.
         step_ns: Median step.
+        slowdown: What slow ranks cost; None if the ranks' own times are not known.
         noise_ns: Error of the mean of all blocks' steps as a prediction of the left-out block's.
         replay_error_ns: Difference between the replayed and the measured exposed communication.
         exposed_ns: Measured exposed communication.
@@ -59,8 +61,9 @@ class Fitted:
     """
 
     typical: Typical
-    without: tuple[Typical, ...]
+    variants: tuple[Typical, ...]
     step_ns: float
+    slowdown: Slowdown | None
     noise_ns: float
     replay_error_ns: float
     exposed_ns: float

@@ -29,9 +29,9 @@ def predict(fitted: Fitted, change: Change) -> Prediction | str:
     """Predict a batch's time after a change; returns the reason if the run does not show it.
 
     The prediction is the measured step times the ratio of two replays: with the change, and of the run as it is. The
-    interval is the envelope of the same prediction from all steps but one block, and from more or less slowdown. It is
-    widened by the noise of the blocks' own steps, and by the replay's error on the run as it is, in proportion to the
-    communication that changes.
+    interval is the envelope of the same prediction from all steps but one block, from faster and slower transfers, and
+    from more or less slowdown. It is widened by the noise of the blocks' own steps, and by the replay's error on the
+    run as it is, in proportion to the communication that changes.
     """
     if reason := refusal(fitted, change):
         return reason
@@ -74,11 +74,11 @@ def best_caps(fitted: Fitted, change: Change | None = None) -> tuple[Change, Pre
 
 
 def _variants(fitted: Fitted) -> list[Typical]:
-    """Return the fits without one block each, and those with other slowdowns."""
+    """Return the other fits, and the fit with other slowdowns."""
     typical = fitted.typical
     if fitted.slowdown_is_known:
-        return [*fitted.without, *(typical.with_slowdown_of(factor) for factor in _SLOWDOWN_RANGE)]
-    return [*fitted.without, replace(typical, slowdown=_UNKNOWN_SLOWDOWN)]
+        return [*fitted.variants, *(typical.with_slowdown_of(factor) for factor in _SLOWDOWN_RANGE)]
+    return [*fitted.variants, replace(typical, slowdown=_UNKNOWN_SLOWDOWN)]
 
 
 def _ratio(fitted: Fitted, typical: Typical, change: Change) -> float:

@@ -5,6 +5,8 @@ Source: S = T / T_ideal, and S_r with only rank r left slow (arXiv 2505.05713).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from ddpobs.whatif.link import Floats
@@ -46,3 +48,43 @@ def shared_work_ns(own_ns: Floats, extra_ns: Floats) -> Floats:
         Shape [steps]; never negative.
     """
     return np.asarray(np.maximum(0.0, own_ns.max(axis=1) - (own_ns - extra_ns).max(axis=1)))
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """What slow ranks cost.
+
+    Attributes:
+        total: S = T / T_ideal, where T_ideal has every rank as fast as the median rank in each phase.
+        by_rank: S_r, with only rank r as slow as it is, shape [ranks].
+        by_phase: The same with only one phase as slow as it is, on all ranks, shape [phases].
+    """
+
+    total: float
+    by_rank: Floats
+    by_phase: Floats
+
+    @property
+    def lost_share(self) -> float:
+        """Share of the ranks' time that slow ranks cost: 1 - 1 / S."""
+        return 1 - 1 / self.total
+
+
+def slowdown(step_ns: Floats, own_ns: Floats) -> Slowdown:
+    """Return S = T / T_ideal (arXiv 2505.05713) of data-parallel steps, which wait for the longest own time.
+
+    Args:
+        step_ns: Time of each step, shape [steps].
+        own_ns: Own time of each rank by phase, shape [steps, ranks, phases].
+    """
+    usual_ns = np.median(own_ns, axis=1)
+    ideal_ns, last_ns = usual_ns.sum(axis=1), own_ns.sum(axis=2).max(axis=1)
+    rest_ns = float((step_ns - last_ns).sum())
+    ideal = rest_ns + float(np.minimum(ideal_ns, last_ns).sum())
+    with_rank = np.maximum(own_ns.sum(axis=2), ideal_ns[:, None])
+    with_phase = ideal_ns[:, None] + np.maximum(0.0, own_ns.max(axis=1) - usual_ns)
+    return Slowdown(
+        total=float(step_ns.sum()) / ideal,
+        by_rank=(rest_ns + np.minimum(with_rank, last_ns[:, None]).sum(axis=0)) / ideal,
+        by_phase=(rest_ns + np.minimum(with_phase, last_ns[:, None]).sum(axis=0)) / ideal,
+    )

@@ -54,6 +54,15 @@ class WhatIfStep(TypedDict):
     done_ns: Annotated[list[int], doc("End of each bucket's transfer, in nanoseconds.")]
 
 
+class SlowRanks(TypedDict):
+    """What slow ranks cost: step time over that of ranks that work like the median rank in each phase."""
+
+    slowdown: Annotated[float, doc("S = T / T_ideal (arXiv 2505.05713).")]
+    lost_ratio: Annotated[float, doc("Share of the ranks' time that is lost: 1 - 1 / S.")]
+    by_rank: Annotated[list[float], doc("S with only this rank as slow as it is, in the order of the ranks.")]
+    by_phase: Annotated[dict[str, float], doc("S with only this phase as slow as it is, by phase.")]
+
+
 class WhatIfPrediction(WhatIfStep):
     """A predicted batch, with its interval."""
 
@@ -79,6 +88,7 @@ class WhatIf(AttemptResponse):
 
     model: Annotated[WhatIfModel | None, doc("The model; null if the run does not give one.")]
     now: Annotated[WhatIfStep | None, doc("The replayed batch as it is; null without a model.")]
+    slow_ranks: Annotated[SlowRanks | None, doc("What slow ranks cost; null if own times are not recorded.")]
     answers: Annotated[list[WhatIfAnswer], doc("Answers, in the order of the caps, and of the strategies for each.")]
     missing: Missing
 

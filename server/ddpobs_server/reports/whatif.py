@@ -27,11 +27,12 @@ class Question:
 def whatif_json(fitted: Fitted | str, questions: Sequence[Question]) -> dict[str, Any]:
     """Return the model, the present step, and an answer to each question."""
     if isinstance(fitted, str):
-        return {"model": None, "now": None, "answers": [], "missing": [fitted]}
+        return {"model": None, "now": None, "slow_ranks": None, "answers": [], "missing": [fitted]}
     now = predict(fitted, Change())
     return {
         "model": _model(fitted),
         "now": _step(now) if isinstance(now, Prediction) else None,
+        "slow_ranks": _slow_ranks(fitted),
         "answers": [_answer(fitted, question) for question in questions],
         "missing": [now] if isinstance(now, str) else [],
     }
@@ -49,6 +50,17 @@ def _model(fitted: Fitted) -> dict[str, Any]:
         "strategy": fitted.strategy,
         "batches": fitted.batches,
         "world_size": fitted.world_size,
+    }
+
+
+def _slow_ranks(fitted: Fitted) -> dict[str, Any] | None:
+    if (cost := fitted.slowdown) is None:
+        return None
+    return {
+        "slowdown": round(cost.total, 4),
+        "lost_ratio": round(cost.lost_share, 4),
+        "by_rank": [round(each, 4) for each in cost.by_rank.tolist()],
+        "by_phase": dict(zip(fitted.phases, (round(each, 4) for each in cost.by_phase.tolist()), strict=True)),
     }
 
 
