@@ -14,6 +14,7 @@ from benchmarks.rig.collector import Collector, collector
 from tests.support.profiler_traces import trace
 from tests.support.server.batches import assert_problem, get
 from tests.support.server.tokens import create_token
+from tests.support.straggler_operations import operations, write
 
 BINARY = {"Content-Type": "application/octet-stream"}
 DUMP = {"process_group": ["0", "default_pg"], "profiling_name": "nccl:all_reduce"}
@@ -47,6 +48,14 @@ def test_dumps_of_a_hang_become_a_run_with_its_finding(shared: Collector, run: s
     assert finding["verdict"] == "The ranks hang in all_reduce 9 of group default_pg, waiting for rank 1"
     assert finding["cause"] == "rank 1 last called all_reduce 8; rank 0 waits in all_reduce 9"
     assert (finding["code"], finding["ranks"], finding["evidence"]["waiting"]) == ("hang", [1], [0])
+
+
+def test_a_parquet_file_becomes_a_run(shared: Collector, run: str, tmp_path: Path) -> None:
+    content = write(tmp_path / "trace.parquet", operations((1, 0))).read_bytes()
+    answer = upload(shared.url, run, {"trace.parquet": content})
+    assert answer.status_code == 201, answer.text
+    assert answer.json()["lines"][1].startswith("rank 2 arrived last in ")
+    assert get(shared.url, f"/runs/{run}")["world_size"] == 4
 
 
 @pytest.fixture(scope="module")
