@@ -19,6 +19,7 @@ from fastapi.concurrency import run_in_threadpool
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 from typing_extensions import override
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 import ddpobs
 from ddpobs_server import api, metrics, page, signals
@@ -49,6 +50,7 @@ from ddpobs_server.web.query_parameters import refuse_unknown
 from ddpobs_server.web.root_path import RootPath
 from ddpobs_server.web.run_faults import RunFaults
 from ddpobs_server.web.services import Services, keep_services
+from ddpobs_server.web.sign_on import KeepPeer, SignOn
 from ddpobs_server.web.workspace_limits import Rates, WorkspaceLimits
 from ddpobs_server.web.workspace_usage import WorkspaceUsages
 
@@ -78,7 +80,10 @@ class _Collector(FastAPI):
         FastAPI creates those responses outside of every middleware.
         """
         stack = security_headers.Headers(super().build_middleware_stack())
-        return RootPath(stack, self.state.settings.root_path)
+        stack = RootPath(stack, self.state.settings.root_path)
+        if trusted := self.state.settings.trusted_proxies:
+            stack = ProxyHeadersMiddleware(stack, trusted)  # type: ignore[arg-type, assignment]
+        return KeepPeer(stack)
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -143,6 +148,7 @@ async def _open(settings: Settings, registry: CollectorRegistry) -> Services:
         settings=settings,
         store=store,
         authenticator=Authenticator(settings, store),
+        sign_on=SignOn(settings),
         limits=limits,
         rates=Rates(limits),
         usages=WorkspaceUsages(store, limits, series=series, memory_budget=memory_budget, writer=writer, slots=slots),
@@ -228,8 +234,7 @@ def _serve(settings: Settings) -> None:
         ws="none",
         log_config=None,
         access_log=settings.access_log,
-        proxy_headers=bool(settings.trusted_proxies),
-        forwarded_allow_ips=settings.trusted_proxies,
+        proxy_headers=False,  # The application has them, after it kept the peer's own address.
         ssl_certfile=settings.tls_cert,
         ssl_keyfile=settings.tls_key,
         timeout_graceful_shutdown=_DRAIN_S,

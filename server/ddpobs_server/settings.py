@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import lru_cache
@@ -24,6 +25,7 @@ _PRINTED = (
     *("target_session_attrs", "sslmode", "sslrootcert", "sslcert", "sslkey"),
 )
 """Options of libpq that are printed. Any other may be a password, also a misspelled one."""
+_GROUP = re.compile(r"([^=:,]+)=([a-z0-9-]{1,32}):(read|label|admin)")
 _DRIVERS = ("sqlite", "postgresql+psycopg")
 
 
@@ -128,6 +130,25 @@ class Settings(BaseSettings):
     trusted_proxies: str = Field(
         "", description="Addresses and networks, separated by commas, whose X-Forwarded-For is trusted."
     )
+    sign_on_proxies: str = Field(
+        "",
+        description="Addresses and networks, separated by commas, of a proxy that signs people on; empty for none.",
+    )
+    sign_on_user_header: str = Field(
+        "X-WEBAUTH-USER", pattern=r"^[A-Za-z0-9-]+$", description="Header in which that proxy names the person."
+    )
+    sign_on_groups_header: str = Field(
+        "X-WEBAUTH-GROUPS",
+        pattern=r"^[A-Za-z0-9-]+$",
+        description="Header in which that proxy lists the person's groups, separated by commas.",
+    )
+    sign_on_groups: str = Field(
+        "*=default:read",
+        description=(
+            "Access as GROUP=WORKSPACE:read, :label or :admin, separated by commas; the first group of a person "
+            "decides, and * is everybody."
+        ),
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe lines written.")
     log_format: Literal["auto", "json", "text"] = Field(
         "auto", description="`auto`: text on a terminal, JSON elsewhere."
@@ -161,7 +182,7 @@ class Settings(BaseSettings):
             raise ValueError(f"{expected}, got a database in memory, which would be a separate one in each thread")
         return value
 
-    @field_validator("trusted_proxies")
+    @field_validator("trusted_proxies", "sign_on_proxies")
     @classmethod
     def _check_proxies(cls, value: str) -> str:
         for proxy in filter(None, map(str.strip, value.split(","))):
@@ -169,6 +190,14 @@ class Settings(BaseSettings):
                 ip_network(proxy)
             except ValueError as error:
                 raise ValueError(f"expected addresses or networks as 10.0.0.7 or 10.0.0.0/24, got {proxy}") from error
+        return value
+
+    @field_validator("sign_on_groups")
+    @classmethod
+    def _check_groups(cls, value: str) -> str:
+        for entry in filter(None, map(str.strip, value.split(","))):
+            if _GROUP.fullmatch(entry) is None:
+                raise ValueError(f"expected GROUP=WORKSPACE:read, :label or :admin, as ml=team:read, got {entry!r}")
         return value
 
     @model_validator(mode="after")
@@ -234,6 +263,16 @@ class Settings(BaseSettings):
     def hosts(self) -> list[str]:
         """Addresses to listen on."""
         return [host.strip() for host in self.host.split(",")]
+
+    @property
+    def listed_sign_on_proxies(self) -> list[str]:
+        """Addresses and networks of the proxy that signs people on; empty for none."""
+        return [proxy for part in self.sign_on_proxies.split(",") if (proxy := part.strip())]
+
+    @property
+    def sign_on_access(self) -> list[tuple[str, str, str]]:
+        """Group, workspace and access of each entry of `sign_on_groups`."""
+        return [(match[1].strip(), match[2], match[3]) for match in _GROUP.finditer(self.sign_on_groups)]
 
     @property
     def on_loopback(self) -> bool:

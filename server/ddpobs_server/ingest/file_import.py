@@ -86,7 +86,7 @@ async def import_files(
     request: Request,
     response: Response,
     services: ServicesDep,
-    caller: Annotated[Caller, Depends(needs("ingest"))],
+    caller: Annotated[Caller, Depends(needs("ingest", people=False))],
     file: Annotated[
         list[str], Query(max_length=_MAX_FILES, description="NAME:BYTES of each file, in the order of the body.")
     ],

@@ -29,7 +29,7 @@ _RETRYABLE = (400, 408, 429, 503)
 """Statuses after which a client sends again; 400 is a client that disconnected within a body."""
 _ROUTE = "/runs/{run}/sources/{source}/batches/{seq}"
 _PATH = compile_path(f"/api/v1{_ROUTE}")[0]
-_authorize_ingest = needs("ingest")
+_authorize_ingest = needs("ingest", people=False)
 
 router = APIRouter(prefix="/api/v1", tags=["ingest"])
 

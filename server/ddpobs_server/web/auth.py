@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import lru_cache
 from ipaddress import ip_address
 from typing import Annotated
@@ -36,6 +37,9 @@ async def refresh_tokens_for(request: Request) -> None:
 
 def workspace_of(request: Request) -> str | None:
     """Workspace that a request's places count for; None if its token is missing or wrong. Refuses nothing."""
+    with suppress(Problem):
+        if (person := services_of(request).sign_on.caller(request.scope)) is not None:
+            return person.workspace
     return services_of(request).authenticator.workspace(_credentials(request)[0])
 
 
@@ -44,24 +48,27 @@ def _credentials(request: Request) -> tuple[str, str]:
     return request.headers.get("Authorization", ""), request.client.host if request.client else "unknown"
 
 
-def needs(scope: str) -> Callable[[Request], Awaitable[Caller]]:
+def needs(scope: str, people: bool = True) -> Callable[[Request], Awaitable[Caller]]:
     """Create a dependency that returns the caller, or refuses it without a scope.
 
     Args:
         scope: One of `SCOPES`.
+        people: Whether people whom a proxy signed on are served, not only tokens.
     """
 
     async def authorize(
         request: Request, _documented: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)] = None
     ) -> Caller:
-        authenticator = services_of(request).authenticator
+        authenticator, sign_on = services_of(request).authenticator, services_of(request).sign_on
         await refresh_tokens_for(request)
         if authenticator.allows_anonymous:
             _check_host(request.headers.get("Host", ""), tuple(services_of(request).settings.hosts))
-        caller = authenticator.caller(*_credentials(request))
+        person = sign_on.caller(request.scope) if people else None
+        caller = person or authenticator.caller(*_credentials(request))
         if scope not in caller.scopes:
             scopes = ", ".join(sorted(caller.scopes))
-            raise Problem(403, "Not allowed", f"this request needs the scope {scope}, and the token has {scopes}")
+            owner = caller.name[:64] if caller.is_person else "the token"
+            raise Problem(403, "Not allowed", f"this request needs the scope {scope}, and {owner} has {scopes}")
         return caller
 
     return authorize

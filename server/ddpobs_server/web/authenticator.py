@@ -40,10 +40,14 @@ _MAX_ADDRESSES = 10_000
 
 @dataclass(frozen=True)
 class Caller:
-    """The workspace and the scopes of a request."""
+    """Who a request is from, with the workspace and the scopes."""
 
     workspace: str
     scopes: frozenset[str]
+    name: str = ""
+    """Owner of the token, or the person."""
+    is_person: bool = False
+    """Whether a proxy signed it on; a person sends no batches."""
 
     def key(self, run: str) -> str:
         """Key in the store of a run of this workspace.
@@ -137,11 +141,12 @@ class Authenticator:
 
     @property
     def allows_anonymous(self) -> bool:
-        """Whether requests need no token: none was ever created.
+        """Whether requests need no token: none was ever created, and no proxy signs people on.
 
         Revoking the last token does not allow anonymous access.
         """
-        return not self._settings.has_token and not self._tokens and self._settings.on_loopback
+        settings = self._settings
+        return not (settings.has_token or self._tokens or settings.sign_on_proxies) and settings.on_loopback
 
     def caller(self, authorization: str, address: str) -> Caller:
         """The caller that an `Authorization` header identifies.
@@ -193,7 +198,7 @@ class Authenticator:
         token = (self._tokens or {}).get(token_id) if prefix == "ddpobs" else None
         if token is None or not token.works(time.time_ns()) or not hmac.compare_digest(_digest(secret), token.digest):
             return None
-        return Caller(token.workspace, frozenset(SCOPES if "admin" in token.scopes else token.scopes))
+        return Caller(token.workspace, frozenset(SCOPES if "admin" in token.scopes else token.scopes), token.name)
 
     def _check_failures(self, address: str) -> None:
         with self._lock:

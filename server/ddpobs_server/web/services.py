@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # Only their types: a route asks for the parts that it knows.
     from ddpobs_server.operations.retention import RetentionJob
     from ddpobs_server.reports.reports import Reports
     from ddpobs_server.web.authenticator import Authenticator
+    from ddpobs_server.web.sign_on import SignOn
     from ddpobs_server.web.workspace_limits import Rates, WorkspaceLimits
     from ddpobs_server.web.workspace_usage import WorkspaceUsages
 
@@ -40,6 +41,7 @@ class Services:
     settings: Settings
     store: Store
     authenticator: Authenticator
+    sign_on: SignOn
     limits: WorkspaceLimits
     rates: Rates
     usages: WorkspaceUsages

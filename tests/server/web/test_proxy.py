@@ -30,11 +30,11 @@ RANKS, BATCHES = 4, 40
 
 
 @contextmanager
-def proxy(folder: Path, collectors: list[str]) -> Iterator[str]:
-    """nginx with the committed configuration, adapted to local addresses."""
+def proxy(folder: Path, collectors: list[str], config: str = "") -> Iterator[str]:
+    """nginx with a configuration, by default the committed one, adapted to local addresses."""
     program = need("nginx", "nginx-light")
     address = f"127.0.0.1:{free_port()}"
-    config = CONFIG.read_text().replace("listen 8321", f"listen {address}")
+    config = (config or CONFIG.read_text()).replace("listen 8321", f"listen {address}")
     for number, url in enumerate(collectors, start=1):
         config = config.replace(f"collector-{number}:8321", url.removeprefix("http://"))
     temp_paths = "".join(
