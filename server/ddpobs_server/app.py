@@ -79,7 +79,7 @@ class _Collector(FastAPI):
 
         FastAPI creates those responses outside of every middleware.
         """
-        stack = security_headers.Headers(super().build_middleware_stack())
+        stack: ASGIApp = security_headers.Headers(super().build_middleware_stack())
         stack = RootPath(stack, self.state.settings.root_path)
         if trusted := self.state.settings.trusted_proxies:
             stack = ProxyHeadersMiddleware(stack, trusted)  # type: ignore[arg-type, assignment]

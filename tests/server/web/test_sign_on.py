@@ -22,7 +22,7 @@ CONFIG = Path(__file__).resolve().parents[3] / "deploy" / "nginx-sign-on.conf"
 TOKEN = "a-token-of-32-characters-for-tests"
 PROXY = "127.0.0.5"
 PEOPLE = {"ada": "staff,ml", "bob": "staff", "eve": "visitors"}
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "token": TOKEN,
     "sign_on_proxies": PROXY,
     "trusted_proxies": PROXY,
