@@ -170,7 +170,7 @@ class CollectiveHooks:
 
         def timed(group: Any, *args: Any, **kwargs: Any) -> Any:
             waits.collective_began(name, group)
-            elements = _elements(args)
+            elements = _elements(args) if waits.own is None else 0  # Those of a door's own are not the user's.
             waits.collective_elements += elements
             if reduces and group.size() == dist.get_world_size():
                 waits.reduced_elements += elements
