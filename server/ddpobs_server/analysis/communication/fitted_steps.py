@@ -8,7 +8,7 @@ from ddpobs import wire
 from ddpobs.whatif.fit import Observed, fit
 from ddpobs.whatif.model import Fitted
 from ddpobs_server.analysis.communication.arrivals import arrivals
-from ddpobs_server.analysis.communication.transfers import Transfers, read_transfers
+from ddpobs_server.analysis.communication.transfers import Transfers, latest_transfers
 from ddpobs_server.analysis.evidence import ColumnReader, ColumnsTooLargeError, Evidence
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
@@ -41,7 +41,7 @@ def _fitted(evidence: Evidence) -> Fitted | str:
     if columns is None or not columns.layouts():
         return "no layout of buckets is recorded"
     try:
-        transfers = read_transfers(evidence, columns, np.arange(len(evidence.joined))).latest_layout
+        transfers = latest_transfers(evidence, columns)
     except ColumnsTooLargeError as error:
         return str(error)
     observed = _observed(evidence, columns, transfers)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ddpobs.whatif.link import Link
 from ddpobs_server.analysis.communication import link_model
-from ddpobs_server.analysis.communication.transfers import Transfers, read_transfers
+from ddpobs_server.analysis.communication.transfers import Transfers, latest_transfers
 from ddpobs_server.analysis.evidence import MIN_STEPS, ColumnsTooLargeError, Evidence
 from ddpobs_server.analysis.finding import Gain
 from ddpobs_server.analysis.steps.joined_steps import Floats
@@ -78,7 +78,7 @@ def _replay(evidence: Evidence) -> Replay | str:
     if evidence.is_sharded:
         return "the replay is of DDP's buckets, and this model is fully sharded"
     try:
-        transfers = read_transfers(evidence, evidence.columns, np.arange(len(evidence.joined))).latest_layout
+        transfers = latest_transfers(evidence, evidence.columns)
     except ColumnsTooLargeError as error:
         return str(error)
     if transfers.steps < MIN_STEPS:

@@ -98,6 +98,19 @@ class Transfers:
         return self.select(self.revision == latest[self.module])
 
 
+def latest_transfers(evidence: Evidence, columns: ColumnReader) -> Transfers:
+    """Return the transfers of the latest buckets in the judged steps; they are read once for all findings.
+
+    Raises:
+        ColumnsTooLargeError: The spans have too many rows.
+    """
+    if "transfers" not in evidence.shared:
+        rows = np.arange(len(evidence.joined))
+        evidence.shared["transfers"] = read_transfers(evidence, columns, rows).latest_layout
+    result: Transfers = evidence.shared["transfers"]
+    return result
+
+
 def read_transfers(evidence: Evidence, columns: ColumnReader, rows: wire.Ints) -> Transfers:
     """Read the transfers of these steps.
 
