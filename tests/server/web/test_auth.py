@@ -30,7 +30,7 @@ from tests.support.server.tokens import create_token
 
 ROOT = Path(__file__).parents[3]
 CALLS = {
-    "ingest": [("PUT", path(batch("a-run", seq=1)))],
+    "ingest": [("PUT", path(batch("a-run", seq=1))), ("POST", "/api/v1/runs/a-run/import")],
     "read": [
         ("GET", "/api/v1/runs"),
         ("GET", "/api/v1/workspaces"),
@@ -40,7 +40,7 @@ CALLS = {
             ("GET", f"/api/v1/runs/a-run{route}")
             for route in (
                 *("", "/attempts", "/ranks", "/layout", "/steps", "/spans", "/buckets"),
-                *("/unused", "/stragglers", "/diagnostics", "/account", "/trace", "/pipeline"),
+                *("/unused", "/stragglers", "/diagnostics", "/account", "/trace", "/pipeline", "/whatif"),
                 *("/compare?with=a-run", "/figures/account", "/figures/account.html", "/report.html"),
             )
         ),

@@ -1,0 +1,44 @@
+"""The page of one run with a keyboard alone, in a real Chromium."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.server.browsing import drawn
+
+_FOCUSED = """() => {
+  let node = document.activeElement;
+  while (node.shadowRoot?.activeElement) node = node.shadowRoot.activeElement;
+  return node.getAttribute("aria-label") ?? node.title + node.id + node.textContent.trim();
+}"""
+
+
+def test_with_a_keyboard_alone_the_figures_are_near_and_their_tools_have_names(browser: Any, url: str) -> None:
+    visit = drawn(browser, f"{url}/runs/picture")
+    focused, press = visit.page.evaluate, visit.page.keyboard.press
+    press("Tab")
+    assert focused(_FOCUSED) == "Skip to the figures"
+    press("Enter")
+    stops = []
+    while "previousEarlier step" not in stops:
+        press("Tab")
+        stops.append(focused(_FOCUSED))
+        assert len(stops) < 16, stops
+    press("Tab")
+    press("Tab")
+    tools = [focused(_FOCUSED)]
+    while len(tools) < 4:
+        press("ArrowRight")
+        tools.append(focused(_FOCUSED))
+    assert tools == ["Pan steps or time", "Box Zoom steps or time", "Wheel Zoom steps or time", "Reset"]
+    assert visit.page.get_by_role("toolbar", name="Tools of One step").count() == 1
+
+
+def test_the_focus_stays_among_the_tools_when_the_window_becomes_narrow(browser: Any, url: str) -> None:
+    visit = drawn(browser, f"{url}/runs/picture")
+    tools = visit.page.get_by_role("toolbar", name="Tools of One step").get_by_role("button")
+    tools.nth(0).focus()
+    visit.page.keyboard.press("ArrowRight")
+    assert visit.page.evaluate(_FOCUSED) == "Box Zoom steps or time"
+    visit.page.set_viewport_size({"width": 700, "height": 800})
+    visit.page.wait_for_function(f"({_FOCUSED})() === 'More tools'")
