@@ -102,13 +102,14 @@ def send_buckets(http: TestClient, modules: int, buckets: int) -> None:
             ]
             times = {f"{name}_ns": number + delay for name, delay in (("ready", 0), ("launched", 0), ("done", 5))}
             step = zeros + (39 + module if module else 0)  # A process sends its steps in order.
+            unknown = zeros + wire.UNKNOWN
             columns = {"step": step, "module": zeros + module, "revision": zeros, "bucket": number, **times}
             sent = msgspec.structs.replace(
                 plain,
                 rank=rank,
                 source=f"{rank:016x}",
                 seq=module,
-                spans=wire.Spans(**columns, started_ns=zeros + wire.UNKNOWN),
+                spans=wire.Spans(**columns, started_ns=unknown, waited_ns=unknown),
                 layouts=[wire.Layout(module=module, name="m", revision=0, comm="c", buckets=layout)],
                 steps=plain.steps if module == 0 else None,
             )

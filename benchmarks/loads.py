@@ -120,4 +120,5 @@ def _spans(step: wire.Ints, ready: wire.Ints, launched: wire.Ints, done: wire.In
         launched_ns=launched.reshape(-1),
         started_ns=zeros + wire.UNKNOWN,
         done_ns=done.reshape(-1),
+        waited_ns=zeros + wire.UNKNOWN,
     )

@@ -177,7 +177,7 @@ def hostile_batches(tenant: Tenant, seq: int) -> list[wire.Batch]:
         revision=np.zeros(len(number), np.int64),
         bucket=number % 1000,
         **{name: np.zeros(len(number), np.int64) for name in ("ready_ns", "launched_ns", "done_ns")},
-        started_ns=np.full(len(number), wire.UNKNOWN),
+        **{name: np.full(len(number), wire.UNKNOWN) for name in ("started_ns", "waited_ns")},
     )
     names = [f"layer.{seq}.{index}" for index in range(50_000)]
     buckets = [wire.Bucket(size_bytes=1, dtype="f", parameters=[])] * 9_999

@@ -8,7 +8,7 @@ import msgspec
 
 from ddpobs.wire.fields import UNKNOWN, Count, Name, Nanoseconds, Record, Total
 
-PositiveRatio = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+PositiveRatio = Annotated[float, msgspec.Meta(ge=1e-6, le=1e6)]
 WARM_UP_STEPS = 10
 """Steps at the start of a process in which torch.compile is at work in an ordinary run: for its first sizes, a second
 one, accumulation and the first evaluation."""

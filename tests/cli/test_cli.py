@@ -75,6 +75,7 @@ def test_report_prints_the_parts_of_a_finding_with_control_characters_escaped() 
         "where": "node-7; bucket 0.2: layer.0, layer.1, layer.2, …",
         "remedy": "look\n",
         "gain": {"text": "12.8 ms of 51 ms a step (25 ± 1 %)"},
+        "evidence": {},
     }
     diagnostics = {
         "run": "r",
@@ -160,7 +161,7 @@ def test_the_help_groups_the_commands_in_the_order_of_their_use() -> None:
     ]
     assert places == sorted(places)
     commands = [line for line in text.splitlines() if re.match(r"│ [a-z]+ +[A-Z]", line)]
-    assert len(commands) == 12
+    assert len(commands) == 13
     assert all(line.rstrip(" │").endswith(".") for line in commands)  # One line each in 80 columns.
 
 

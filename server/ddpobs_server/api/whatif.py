@@ -21,7 +21,7 @@ from ddpobs_server.web.problems import Problem
 router = APIRouter(prefix="/api/v1/runs/{run}", tags=["diagnosis"], route_class=ConcurrencyLimitedRoute)
 _MAX_ANSWERS, _MAX_CAPS, _MAX_CAP_MB = 64, 1000, 1e6
 _BEST = "best"
-_Positive = Annotated[float | None, Query(gt=0, le=1e6)]
+_Positive = Annotated[float | None, Query(ge=1e-6, le=1e6)]
 
 
 class WhatIfModel(TypedDict):

@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks.rig.collector import collector
 from ddpobs import wire
-from tests.server.web.test_proxy import proxy
 from tests.support.server.batches import assert_problem, batch, steps
+from tests.support.server.nginx import proxy
 
 CONFIG = Path(__file__).resolve().parents[3] / "deploy" / "nginx-sign-on.conf"
 TOKEN = "a-token-of-32-characters-for-tests"
