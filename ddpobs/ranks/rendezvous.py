@@ -140,12 +140,17 @@ class Rendezvous:
         if self._hang_log is not None and not (ended or self._store_gone):
             self._hang_log.follow(pulse)
 
-    def await_readers(self, timeout_s: float) -> None:
-        """On the leader, wait until the other ranks have read the identity: the store may end with this process."""
+    def await_readers(self, timeout_s: float, ranks: int = 0) -> None:
+        """On the leader, wait until the other ranks have read the identity: the store may end with this process.
+
+        Args:
+            timeout_s: Longest wait, in seconds.
+            ranks: Number of ranks that are waited for even if they have not asked yet.
+        """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             with self._until_store_is_gone():
-                if self._identities is None or (self._is_identified and self._identities.all_have_read()):
+                if self._identities is None or (self._is_identified and self._identities.all_have_read(ranks)):
                     return
             time.sleep(_READ_S)
 

@@ -90,15 +90,17 @@ class IdentityExchange:
     def _drawn(self) -> str:
         return str(self._store.get("drawn").decode()) if self._store.check(["drawn"]) else ""
 
-    def all_have_read(self) -> bool:
+    def all_have_read(self, ranks: int = 0) -> bool:
         """Answer the open requests, and return whether every rank that asked has read its answer; the leader asks.
+
+        False, too, if fewer than `ranks` have asked.
 
         True on the other ranks, and for a store that holds an older identity: it outlives the ranks.
         """
         if not self.is_leader or self._older:
             return True
         self.reply_to_others()
-        return not self._unanswered and int(self._store.add("read", 0)) >= self._request_count
+        return not self._unanswered and int(self._store.add("read", 0)) >= max(ranks, self._request_count)
 
     def leave(self) -> None:
         """Note that this rank uses the store no more."""

@@ -56,6 +56,8 @@ _CLOSE_S = 0.2
 """Longest time that an exit waits for a read from the store, which a stopped process may never answer."""
 _READERS_S = 1.0
 """Longest time that the rank with the ranks' store waits at its end until the others have read the run's id."""
+_FAILED_READERS_S = 5.0
+"""The same if the process fails: the others may be about to ask, and their errors would belong to no run."""
 _PARENT_S = 0.5
 """Longest time that an exit waits until torchrun's agent, which looks every 0.1 s, has noted how a dead rank ended."""
 
@@ -237,9 +239,12 @@ class Telemetry:
         """
         atexit.unregister(self.close)
         self._at_exit.cancel()
-        never_raises(self._rendezvous.await_readers)(_READERS_S)
-        self._observation.remove_hooks()
         error = error or uncaught()
+        if error is None:
+            never_raises(self._rendezvous.await_readers)(_READERS_S)
+        else:
+            never_raises(self._rendezvous.await_readers)(_FAILED_READERS_S, self._job.world_size)
+        self._observation.remove_hooks()
         if error is not None:
             self._ending.fail(error)
         self._ending.end()

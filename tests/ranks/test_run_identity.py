@@ -26,6 +26,7 @@ def test_the_leader_knows_when_every_rank_that_asked_has_read_the_run() -> None:
     assert other.all_have_read()  # It waits for nobody.
     assert _named(other.poll()) == propose()
     assert leader.all_have_read()
+    assert not leader.all_have_read(3)  # Rank 2 has not asked.
     other.leave()
     assert not leader.all_have_left()
     leader.leave()
@@ -33,7 +34,7 @@ def test_the_leader_knows_when_every_rank_that_asked_has_read_the_run() -> None:
     late = IdentityExchange(store, 2, propose)
     assert not leader.all_have_read()
     assert _named(late.poll()) == propose()
-    assert leader.all_have_read()
+    assert leader.all_have_read(3)
 
 
 def test_nobody_waits_for_readers_of_a_store_that_outlives_the_ranks() -> None:

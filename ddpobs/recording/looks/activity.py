@@ -72,6 +72,8 @@ _CHECKPOINT = (
     f"{sysconfig.get_path('platlib')}/safetensors/",
 )
 _COMPILE = (f"{_TORCH}/_dynamo/", f"{_TORCH}/_inductor/", f"{_TORCH}/_functorch/")
+_DYNAMO_ENTRIES = (f"{_TORCH}/_dynamo/eval_frame.py", f"{_TORCH}/_dynamo/external_utils.py")
+"""Files through which compiled code, and code that is never compiled, is called."""
 _DISTRIBUTED = (f"{_TORCH}/distributed/", _HOROVOD)
 _PIPELINING = f"{_TORCH}/distributed/pipelining/"
 _WAITING = (
@@ -229,7 +231,7 @@ def classify(
     in_engine = bool(frames) and frames[0].f_code.co_name == _ENGINE
     collective = waits_in or inner.startswith(_WAITING)
     kinds: list[tuple[bool | str, Kind, str]] = [
-        (any(file.startswith(_COMPILE) for file in files), "compile", ""),
+        (any(file.startswith(_COMPILE) and file not in _DYNAMO_ENTRIES for file in files), "compile", ""),
         (any(file.startswith(_CHECKPOINT) for file in files) and not collective, "checkpoint", ""),
         (inner.startswith(_REDUCER), "bucket", ""),
         (bucket_pending and any(file.startswith(_FULLY_SHARD) for file in files), "bucket", ""),

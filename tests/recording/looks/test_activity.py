@@ -54,6 +54,16 @@ def test_a_thread_that_waits_for_a_lock_is_idle_in_its_own_code() -> None:
         lock.release()
 
 
+def test_code_that_dynamo_must_not_compile_does_not_count_as_compiling() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    with thread_in(torch._dynamo.disable(lambda: (lock.acquire(), None))) as thread:
+        seen = look(ActivityWatch(0.1), thread)
+        assert any("eval_frame.py" in line for line in seen.stack)
+        assert seen.kind == "code"
+        lock.release()
+
+
 def test_another_thread_in_the_users_code_shows_its_frames_and_a_pool_s_thread_does_not() -> None:
     lock, ends = threading.Lock(), threading.Event()
 
