@@ -175,6 +175,7 @@ def _patch_fully_shard(module: Any) -> None:
     def _root_pre_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._is_root is None:
             _explained[:] = [True]
+            self._lazy_init()  # Torch's next call; its error reaches the script, for a second call raises none.
             try:
                 _attach_root(self, *args[1:])
             except Exception as error:  # Telemetry never stops a training.
@@ -190,10 +191,9 @@ def _attach_root(state: Any, inputs: Any, named: Any) -> None:
     from ddpobs.fsdp.attachment import attach
     from ddpobs.torch_seam import fully_shard
 
-    if fully_shard.initialise(state):
-        attachment = attach(fully_shard.root_of(state), telemetry=None)
-        if attachment is not None:  # This call is under way in a method that was not wrapped yet.
-            attachment.forward_began(inputs, named)
+    attachment = attach(fully_shard.root_of(state), telemetry=None)
+    if attachment is not None:  # This call is under way in a method that was not wrapped yet.
+        attachment.forward_began(inputs, named)
 
 
 def _watch_failures(module: Any) -> None:

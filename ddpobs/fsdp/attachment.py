@@ -126,9 +126,10 @@ class FullyShardedAttachment:
         """Remove the telemetry completely."""
         self._stop_listening()
         self._finalizer.detach()
-        for unit in self._units:
-            _by_unit.pop(unit(), None)
-        _by_root.pop(self._state(), None)
+        for registry, held in ((_by_unit, self._units), (_by_root, [self._state])):
+            for each in held:
+                if (key := each()) is not None:  # The model may be garbage-collected.
+                    registry.pop(key, None)
         telemetry.leave(self._recorder)
         if not _by_root:
             _patches.remove()
@@ -275,7 +276,8 @@ class FullyShardedAttachment:
     @unseen
     def _report_layout(self) -> None:
         """Report the units once torch knows their names and types."""
-        if self._layout is None:
+        state = self._state()
+        if self._layout is None and state is not None and fully_shard.is_initialised(state):
             self._layout = UnitLayout([unit for each in self._units if (unit := each()) is not None])
             self._recorder.layout(self._layout.buckets, "fully_shard")
             self._follow_gradients()
@@ -324,8 +326,14 @@ class _Stamped:
         if work is None or not kwargs.get("async_op", False):
             transfer.ended()
         else:
-            work.get_future().add_done_callback(_ending(transfer))
+            _follow(work, transfer)
         return work
+
+
+@never_raises
+def _follow(work: Any, transfer: Stamped) -> None:
+    """Stamp the completion of a work; not every backend's, nor every user's, has a future."""
+    work.get_future().add_done_callback(_ending(transfer))
 
 
 def _ending(transfer: Stamped) -> Callable[[Any], None]:

@@ -49,11 +49,14 @@ def unit_class() -> Any:
     return sys.modules[f"{_PACKAGE}._fsdp_param_group"].FSDPParamGroup
 
 
-def initialise(state: Any) -> bool:
-    """Do at once what torch does at the first forward, names included; return whether it was not done before."""
-    is_first = state._is_root is None
+def initialise(state: Any) -> None:
+    """Do at once what torch does at the first forward, names included; nothing if it was done before."""
     state._lazy_init()
-    return is_first
+
+
+def is_initialised(state: Any) -> bool:
+    """Whether torch did that: a unit may be gathered before the first forward."""
+    return state._is_root is not None
 
 
 def root_of(state: Any) -> torch.nn.Module:

@@ -1,0 +1,91 @@
+"""A sharded model that is gone, one that is called wrongly, and works that have no future."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_state
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+import ddpobs
+from ddpobs import never_raises
+from ddpobs.autoload import patches
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import sending
+from tests.support.distributed.sharded import sharded, train_sharded
+
+
+def collected(rank: int, _size: int) -> int:
+    with sending() as sent:
+        model = sharded()
+        attachment = ddpobs.attach(model, sent.config)
+        assert attachment is not None
+        train_sharded(model, rank, 1)
+        del model
+        gc.collect()
+        attachment.detach()
+    return len(sent.steps("step"))
+
+
+def test_an_attachment_outlives_its_model() -> None:
+    assert run_ranks(collected, 2) == [1, 1]
+
+
+def called_inside(_rank: int, _size: int) -> str:
+    """Call a unit before its root, which torch refuses."""
+    state = _fsdp_state.FSDPState
+    with patch.object(state, "_root_pre_forward", state._root_pre_forward):  # Restored at the end.
+        patches._patch_fully_shard(_fsdp_state)
+        model = sharded()
+        try:
+            model.blocks[0](torch.zeros(1, 32))
+            model(torch.zeros(1, 8))
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_torchs_error_at_the_first_forward_reaches_the_script() -> None:
+    for message in run_ranks(called_inside, 2):
+        assert "has already been lazily initialized for blocks.0" in message
+
+
+class _NoFuture:
+    """A work of a backend that has no futures."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> Any:
+        return self._work.wait()
+
+    def get_future(self) -> Any:
+        raise RuntimeError("this backend has no futures")
+
+
+class _Gather(DefaultAllGather):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        work = super().__call__(*args, **kwargs)
+        return None if work is None else _NoFuture(work)
+
+
+def without_futures(rank: int, _size: int) -> tuple[list[str], int, int]:
+    failed: list[str] = []
+    with sending() as sent, patch.object(never_raises, "log_failure", lambda call: failed.append(call.__name__)):
+        model = sharded()
+        for module in (model, *model.blocks):
+            module.set_custom_all_gather(_Gather())
+        ddpobs.attach(model, sent.config)
+        train_sharded(model, rank, 3, lambda _: model.unshard(async_op=True))
+    late = sum(done < launched for done, launched in zip(sent.spans("done_ns"), sent.spans("launched_ns"), strict=True))
+    return failed, len(sent.steps("step")), late
+
+
+def test_a_work_without_a_future_ends_no_training_and_is_told_once() -> None:
+    """The first gather precedes torch's own preparations."""
+    for failed, steps, late in run_ranks(without_futures, 2):
+        assert failed == ["_follow"]
+        assert (steps, late) == (3, 0)
