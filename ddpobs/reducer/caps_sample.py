@@ -10,6 +10,7 @@ import torch
 from ddpobs.buckets import assignment
 from ddpobs.clocks import Stamp, clock_for
 from ddpobs.comm import Pending
+from ddpobs.never_raises import never_raises
 from ddpobs.reducer.reducer import Reducer
 from ddpobs.torch_seam.collectives import broadcast_from_first, values_of_all, wait_for
 from ddpobs.torch_seam.interpreter_exit import stay_in_interpreter
@@ -80,8 +81,7 @@ class CapsSample:
         observed = self._observed(np.array(step_ns, np.float64))
         limits: list[list[int]] = []
         if observed is not None and self._core.group.rank() == 0:
-            fitted = fit(Observed(**observed))
-            limits = [] if isinstance(fitted, str) else _limits(fitted)
+            limits = _predicted(observed) or []  # An error on rank 0 must not leave the others in the broadcast.
         return [self._assign(each) for each in self._share(limits)]
 
     def _observed(self, step_ns: Floats) -> dict[str, Any] | None:
@@ -153,6 +153,13 @@ class CapsSample:
         layout = self._core.layout
         order = [member for bucket in layout.buckets for member in bucket.members]
         return assignment.assign_in_order(layout.parameters, order, limits, layout.expect_sparse)
+
+
+@never_raises
+def _predicted(observed: dict[str, Any]) -> list[list[int]]:
+    """Limits as `_limits` returns them; none where the sample does not suffice."""
+    fitted = fit(Observed(**observed))
+    return [] if isinstance(fitted, str) else _limits(fitted)
 
 
 def _limits(fitted: Fitted) -> list[list[int]]:

@@ -129,6 +129,17 @@ def test_rank_0_alone_plans_from_the_sample_of_all_ranks() -> None:
     assert run_ranks(_plan, 2) == [[(2, size, True)], []]
 
 
+def _failing(rank: int, _: int) -> list[str]:
+    model, reports, _patches = _tuned([])
+    with patch.object(caps_sample, "_limits", side_effect=ZeroDivisionError):
+        _train(model, rank, auto_caps.WARM_UP + auto_caps.SAMPLED + 3)
+    return [outcome for outcome, _ in reports]
+
+
+def test_a_plan_that_fails_on_rank_0_leaves_the_buckets_as_they_are() -> None:
+    assert run_ranks(_failing, 2) == [[], []]
+
+
 def test_candidates_are_those_that_the_model_predicts_to_be_faster() -> None:
     """Ten buckets whose transfers are mostly latency: fewer are faster."""
     ready_ns = np.tile(np.arange(10.0) * 1e6, (40, 1))
