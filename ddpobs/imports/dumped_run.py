@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -80,10 +80,16 @@ def _event(verdict: Verdict, at_ns: int) -> wire.Event:
         kind=verdict.kind,
         verdict=verdict.verdict[:_TEXT],
         cause=verdict.cause[:_TEXT],
-        ranks=",".join(map(str, verdict.ranks))[:_TEXT],
-        waiting=",".join(map(str, verdict.waits))[:_TEXT],
+        ranks=_listed(verdict.ranks),
+        waiting=_listed(verdict.waits),
     )
     return wire.Event(kind=DUMPED, at_ns=at_ns, detail=msgspec.structs.asdict(facts))
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    """The ranks with commas between them, the last ones left out where the text would be too long."""
+    text = ",".join(map(str, ranks))
+    return text if len(text) <= _TEXT else text[:_TEXT].rpartition(",")[0]
 
 
 def _pulse(wait: Entry | None, at_ns: int) -> wire.Pulse:

@@ -64,6 +64,8 @@ def read(files: Sequence[Path]) -> tuple[list[RankTrace], list[Replayed]]:
     if steps is None or not len(steps.columns["rank"]):
         raise TraceFileError(files[0], "a file of `ddpobs export` with steps", "none")
     for table in filter(None, (steps, spans)):
+        if any(column.dtype.kind not in "iu" for name, column in table.columns.items() if name not in _KEYS[:2]):
+            raise TraceFileError(table.path, "columns of whole numbers, as `ddpobs export` writes them", "others")
         if len({*steps.columns["attempt"].tolist(), *table.columns["attempt"].tolist()}) > 1:
             raise TraceFileError(table.path, "one attempt of one run", "several")
     facts = _facts(steps)

@@ -91,7 +91,7 @@ class _Tensor:
 
 
 def _elements(shape: str) -> int:
-    sizes = [int(part) for part in shape.strip("[]() ").split(",") if part.strip().isdecimal()]
+    sizes = [int(part.strip()[:13]) for part in shape.strip("[]() ").split(",")[:16] if part.strip().isdecimal()]
     return min(math.prod(sizes), 2**40)
 
 
@@ -113,7 +113,7 @@ def read(path: Path, advance: Callable[[int], object] = lambda _: None) -> list[
     for piece in TraceEvents(path, _Event, advance).pieces():
         for event in piece:
             if event.name == "start_time_since_epoch_in_micros" and str(event.args.micros).isdecimal():
-                wall_ns = min(int(event.args.micros), 2**52) * 1000
+                wall_ns = min(int(str(event.args.micros)[:16]), 2**52) * 1000
             elif event.name == "process_name":
                 tensors.setdefault(event.pid, _Tensor(len(tensors))).name = event.args.name
             elif event.ph in "BXE" and event.ph:

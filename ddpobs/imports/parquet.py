@@ -50,9 +50,9 @@ def read(path: Path, columns: list[str]) -> Table:
         raise TraceFileError(path, f"at most {_MAX_CELLS:,} cells", f"{cells:,}")
     try:
         table = file.read(columns=names)
-    except (OSError, ValueError) as error:
-        raise TraceFileError(path, "a whole Parquet file", error) from None
-    arrays = {name: _array(table.column(name)) for name in names}
+        arrays = {name: _array(table.column(name)) for name in names}
+    except (OSError, ValueError, NotImplementedError) as error:
+        raise TraceFileError(path, "a whole Parquet file of numbers and texts", error) from None
     return Table(path, arrays, file.schema_arrow.metadata or {})
 
 

@@ -26,7 +26,8 @@ _CALLS: dict[str, CallKind] = {
 }
 _REDUCES = "grads-reduce-scatter"
 _WAITS = ("-send", "-recv", "all-reduce", "all-gather", "clip-main-grad")
-_MAX_S = 1e6
+_TIMES = ("start_ts", "duration")
+_MAX_S, _MAX_NUMBER = 1e6, 2**31
 _GAP_NS = 10**6
 """Time between two steps."""
 
@@ -43,6 +44,8 @@ def read(path: Path) -> list[RankTrace]:
         TraceFileError: The file is not whole, or its times are none.
     """
     columns = parquet.read(path, _COLUMNS).columns
+    if not all(_are_numbers(columns[name], name in _TIMES) for name in columns if name != "optype"):
+        raise TraceFileError(path, "numbers in all columns but optype", "texts, or numbers of 2**31 and more")
     seconds = np.stack([columns["start_ts"], columns["start_ts"] + columns["duration"]]).astype(np.float64)
     if not len(columns["rank"]) or not (np.isfinite(seconds).all() and (np.abs(seconds) < _MAX_S).all()):
         raise TraceFileError(path, f"operations with times below {_MAX_S:,.0f} s", "none, or others")
@@ -56,6 +59,11 @@ def read(path: Path) -> list[RankTrace]:
     ranks = np.unique(columns["rank"]).tolist()
     names = {rank: index for index, rank in enumerate(ranks)}
     return [_trace(path, names, rank, columns, times_ns) for rank in ranks]
+
+
+def _are_numbers(column: Any, are_times: bool) -> bool:
+    """Whether a column has numbers, and unless they are times small ones."""
+    return column.dtype.kind in "iuf" and bool(are_times or (np.abs(column) < _MAX_NUMBER).all())
 
 
 def _trace(path: Path, names: dict[int, int], rank: int, columns: dict[str, Any], times_ns: wire.Ints) -> RankTrace:

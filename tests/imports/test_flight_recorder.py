@@ -73,6 +73,15 @@ def test_a_run_that_went_on_has_no_verdict() -> None:
     assert verdicts([dump(0, 9, retired=True), dump(1, 9, state="completed")]) == []
 
 
+def test_a_long_list_of_ranks_ends_with_a_whole_number() -> None:
+    ranks = list(range(1000, 1500))
+    behind = [dump(rank, 1, members=[0, *ranks], retired=True) for rank in ranks]
+    batch = next(iter(DumpedRun([dump(0, 2, members=[0, *ranks]), *behind], "r").batches()))
+    listed = str(batch.events[0].detail["ranks"]).split(",")
+    assert len(listed) > 100
+    assert listed == [str(rank) for rank in ranks[: len(listed)]]
+
+
 def test_two_dumps_of_one_rank_are_refused() -> None:
     with pytest.raises(TraceFileError, match="one dump of each rank, got rank 0, as in rank_0"):
         DumpedRun([dump(0, 9), dump(0, 9)], "r")

@@ -46,6 +46,9 @@ def test_waits_for_messages_are_no_own_time(tmp_path: Path) -> None:
         ({"start_ts": float("nan")}, "times below 1,000,000 s"),
         ({"duration": 1e30}, "times below 1,000,000 s"),
         ({"optype": "forward-compute"}, "a step that reduces gradients"),
+        ({"stage": "first"}, "numbers in all columns but optype"),
+        ({"step": float("inf")}, "numbers in all columns but optype"),
+        ({"rank": [0]}, "a whole Parquet file of numbers and texts"),
     ],
 )
 def test_times_that_are_none_are_refused(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
