@@ -174,8 +174,11 @@ def _patch_fully_shard(module: Any) -> None:
 
     def _root_pre_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self._is_root is None:
+            from ddpobs.torch_seam import fully_shard
+
             _explained[:] = [True]
-            self._lazy_init()  # Torch's next call; its error reaches the script, for a second call raises none.
+            # Torch's next call. Its error reaches the script, for a second call raises none.
+            fully_shard.initialise(self)
             try:
                 _attach_root(self, *args[1:])
             except Exception as error:  # Telemetry never stops a training.
