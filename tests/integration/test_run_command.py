@@ -29,6 +29,12 @@ def run_to_end(arguments: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     return patience.run(arguments["args"], environ=arguments["env"])
 
 
+def run_aloud(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a script under `ddpobs run`, which says why a training has no telemetry."""
+    aloud = command(*arguments)
+    return run_to_end(aloud | {"env": aloud["env"] | {"DDPOBS_QUIET": "0"}})
+
+
 @pytest.mark.parametrize(
     "start", ["spawn", *(pytest.param(start, marks=pytest.mark.wide) for start in ("forkserver", "fork"))]
 )
@@ -87,7 +93,7 @@ register_optimizer_step_post_hook(lambda *_: print("stepped"))
 
 
 def test_a_training_without_ddp_may_have_hooks_of_its_own_on_optimizers() -> None:
-    done = run_to_end(command("-c", OWN_HOOK + OPTIMIZER))
+    done = run_aloud("-c", OWN_HOOK + OPTIMIZER)
     assert (done.returncode, done.stdout) == (0, "stepped\n" * 3), done.stderr
     assert done.stderr.startswith("ddpobs: no telemetry: ")
 
@@ -114,7 +120,7 @@ recorder = telemetry.join(joined, TelemetryConfig(), dist.group.WORLD, {})
 
 def test_a_training_through_a_door_without_ddp_is_not_called_one_without_telemetry() -> None:
     leave = "telemetry.leave(recorder)\ndist.destroy_process_group()\n"
-    done = run_to_end(command("-c", JOINED + OPTIMIZER + leave))
+    done = run_aloud("-c", JOINED + OPTIMIZER + leave)
     assert done.returncode == 0, done.stderr
     assert "no telemetry" not in done.stderr
 
@@ -138,7 +144,7 @@ def test_a_training_without_ddp_prints_once_on_rank_0_why_it_has_no_telemetry() 
     code += "watch = finder.find_spec.__globals__['_watch_optimizers']\n"
     for variables, _ in turns[1:]:
         code += f"os.environ |= {variables}\nwatch(sys.modules['torch.optim.optimizer'])\n{OPTIMIZER}"
-    done = run_to_end(command("-c", code))
+    done = run_aloud("-c", code)
     lines = [f"ddpobs: no telemetry: {reason}" for _, reason in turns if reason]
     assert (done.returncode, done.stderr.splitlines()) == (0, lines)
 

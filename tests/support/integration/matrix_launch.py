@@ -37,7 +37,7 @@ def start(
     environ |= ENVIRON | {"FOLDER": str(folder), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     prefix: tuple[str, ...] = ()
     if way:
-        environ |= PATIENT | {"DDPOBS_RUN": run, "DDPOBS_SPOOL": str(folder / "spool")}
+        environ |= PATIENT | {"DDPOBS_RUN": run, "DDPOBS_SPOOL": f"{folder}-spool"}
     if way in UNDER_RUN:
         prefix = ("ddpobs", "run", "--collector", url, "--run", run, "--")
     elif way == VARIABLE:
