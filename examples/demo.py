@@ -45,8 +45,8 @@ def main() -> int:
         _train(url, ranks, slow, options)
         diagnosis = _findings(url)
         _print_findings(diagnosis)
-        named = any(finding["code"] == "straggler" and finding["ranks"] == [slow] for finding in diagnosis["findings"])
-        named = named and diagnosis["findings"][0]["phase"] == options.slow_phase
+        stragglers = [finding for finding in diagnosis["findings"] if finding["code"] == "straggler"]
+        named = any(each["ranks"] == [slow] and each["phase"] == options.slow_phase for each in stragglers)
         print(f"\nthe slow rank was {slow}: the collector {'named it' if named else 'DID NOT NAME IT'}")
         if not options.once and sys.stdin.isatty():
             _print_addresses(url)
