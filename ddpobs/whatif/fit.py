@@ -11,6 +11,7 @@ from ddpobs.whatif.link import Floats, Ints, Link, fit_link
 from ddpobs.whatif.model import Change, Fitted, Typical
 from ddpobs.whatif.repair import slowdown
 from ddpobs.whatif.replay import Replayed, replay, without_slowdown
+from ddpobs.whatif.strategies import CONTENTION_NS
 
 MIN_STEPS = 20
 """Minimum number of steps that a model is fitted to."""
@@ -42,6 +43,7 @@ class Observed:
         parameter_bucket: Index of each parameter's bucket, same shape; None as well.
         run_delay_ns: Time of each step in which the training thread was ready to run and had no processor, shape
             [steps]; None if it was not measured.
+        running_ns: Time of each step in which it was on a processor, shape [steps]; None as well.
         strategy: Name of the communication strategy.
         batches: Batches whose gradients are added before they are reduced.
         optimizer_ns: Time of the optimizer in a step.
@@ -61,6 +63,7 @@ class Observed:
     parameter_bytes: Floats | None = None
     parameter_bucket: Ints | None = None
     run_delay_ns: Floats | None = None
+    running_ns: Floats | None = None
     strategy: str = "all_reduce"
     batches: int = 1
     optimizer_ns: float = 0.0
@@ -93,7 +96,7 @@ def fit(observed: Observed) -> Fitted | str:
         noise_ns=float(np.sqrt(np.mean(np.square(np.subtract(left_out_ns, others_ns))))),
         replay_error_ns=abs(now(typical).exposed_ns - exposed_ns),
         exposed_ns=exposed_ns,
-        slowdown_is_known=observed.run_delay_ns is not None,
+        slowdown_is_known=observed.run_delay_ns is not None and observed.running_ns is not None,
         parameters_known=observed.arrival_ns is not None,
         world_size=observed.world_size,
         strategy=observed.strategy,
@@ -108,7 +111,7 @@ def fit(observed: Observed) -> Fitted | str:
 
 def now(typical: Typical) -> Replayed:
     """Replay the present buckets."""
-    return replay(*present_buckets(typical), typical.link, typical.slowdown)
+    return replay(*present_buckets(typical), typical.link, typical.slowdown(typical.link))
 
 
 def present_buckets(typical: Typical) -> tuple[Floats, Floats]:
@@ -131,8 +134,8 @@ def _typical(observed: Observed, rows: Ints, quantile: float = _QUANTILE) -> Typ
     arrival_ns, sizes, bucket = _parameters(observed, ready_ns)
     measured = Typical(arrival_ns, sizes, bucket, link, 0.0, 0.0)
     timeline = now(measured)
-    beside = _slowdown(observed, rows, timeline)
-    free = replace(measured, arrival_ns=without_slowdown(arrival_ns, timeline, beside), slowdown=beside)
+    slowed = replace(measured, contention_ns=_contention_ns(observed, rows, timeline))
+    free = replace(slowed, arrival_ns=without_slowdown(arrival_ns, timeline, slowed.slowdown(link)))
     return replace(free, base_ns=float(np.median(observed.step_ns[rows])) - now(free).end_ns)
 
 
@@ -159,16 +162,21 @@ def _parameters(observed: Observed, ready_ns: Floats) -> tuple[Floats, Floats, I
     return np.interp(arrival_ns, knots, np.append(0.0, np.maximum.accumulate(since_first_ns))), sizes, bucket
 
 
-def _slowdown(observed: Observed, rows: Ints, timeline: Replayed) -> float:
-    """Return the slowdown that explains the time without a processor by the communication beside computation.
+def _contention_ns(observed: Observed, rows: Ints, timeline: Replayed) -> float:
+    """Return the computation that a byte costs which moves beside it, in ns.
 
-    At most half of the time beside communication can be such a delay: two threads share one processor.
+    A training thread on a processor loses `CONTENTION_NS`. The run's own evidence counts as much as the share of a
+    step's bytes that moves beside computation: half of what the thread loses there is time without a processor.
     """
-    if observed.run_delay_ns is None:
+    if observed.run_delay_ns is None or observed.running_ns is None:
         return 0.0
+    delay_ns, running_ns = float(np.median(observed.run_delay_ns[rows])), float(np.median(observed.running_ns[rows]))
+    computing_ns = float(np.median(observed.step_ns[rows] - observed.exposed_ns[rows]))
+    busy = min(1.0, (running_ns + delay_ns) / max(1.0, computing_ns)) if observed.on_processor else 0.0
     last_ns = float(timeline.ready_ns.max())
-    beside_ns = float(
-        np.maximum(0.0, np.minimum(timeline.done_ns, last_ns) - np.minimum(timeline.begun_ns, last_ns)).sum()
-    )
-    delay_ns = min(float(np.median(observed.run_delay_ns[rows])), beside_ns / 2)
-    return delay_ns / (beside_ns - delay_ns) if beside_ns > delay_ns else 0.0
+    moving_ns = timeline.done_ns - timeline.begun_ns
+    beside_ns = np.maximum(0.0, np.minimum(timeline.done_ns, last_ns) - np.minimum(timeline.begun_ns, last_ns))
+    beside_bytes = float((observed.bucket_bytes * beside_ns / np.maximum(1.0, moving_ns)).sum())
+    lost_ns = 2 * delay_ns * min(1.0, float(beside_ns.sum()) / max(1.0, computing_ns))
+    all_bytes = float(observed.bucket_bytes.sum())
+    return (busy * CONTENTION_NS * all_bytes + lost_ns) / (all_bytes + beside_bytes)

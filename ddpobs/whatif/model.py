@@ -20,7 +20,7 @@ class Typical:
         sizes: Bytes of each gradient, same shape.
         bucket: Index of the present bucket of each, rising, same shape.
         link: The run's link.
-        slowdown: Extra time that computation takes while communication runs, as a share.
+        contention_ns: Computation that a byte costs which moves beside it, in ns.
         base_ns: Rest of the step: its time without that from the first gradient to the last completion.
     """
 
@@ -28,12 +28,20 @@ class Typical:
     sizes: Floats
     bucket: Ints
     link: Link
-    slowdown: float
+    contention_ns: float
     base_ns: float
 
-    def with_slowdown_of(self, factor: float) -> Typical:
-        """Return the same step with `factor` times the slowdown."""
-        return replace(self, slowdown=self.slowdown * factor)
+    def slowdown(self, link: Link) -> float:
+        """Return the extra time that computation takes while a link moves bytes, as a share.
+
+        Computation keeps half of the time at least: two threads share one processor.
+        """
+        lost = min(0.5, self.contention_ns / link.beta_ns) if link.beta_ns else 0.0
+        return lost / (1 - lost)
+
+    def with_contention_of(self, factor: float) -> Typical:
+        """Return the same step with `factor` times the contention."""
+        return replace(self, contention_ns=self.contention_ns * factor)
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from ddpobs.whatif.model import Change, Fitted, Prediction, Typical
 from ddpobs.whatif.refusal import refusal
 from ddpobs.whatif.repair import repaired_ns
 from ddpobs.whatif.replay import Replayed, replay
-from ddpobs.whatif.strategies import STRATEGY_COSTS, StrategyCost
+from ddpobs.whatif.strategies import HOST_NS, STRATEGY_COSTS, StrategyCost
 
 CAPS_MB = (0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0)
 """Limits among which `best_caps` looks; 25 is DDP's default."""
-_SLOWDOWN_RANGE = (0.5, 1.5)
-"""Range of the slowdown beside communication that an interval counts, as multiples of the fitted one."""
-_UNKNOWN_SLOWDOWN = 0.1
-"""Slowdown that an interval counts where it was not measured: an assumption."""
+_CONTENTION_RANGE = (0.5, 1.5)
+"""Range of the contention that an interval counts, as multiples of the fitted one."""
+_UNKNOWN_CONTENTION = 0.1
+"""Computation lost beside communication that an interval counts where it was not measured, as a share: an assumption."""
 _COVERAGE = 1.645
 """Standard deviations that hold nine in ten values."""
 
@@ -30,7 +30,7 @@ def predict(fitted: Fitted, change: Change) -> Prediction | str:
 
     The prediction is the measured step times the ratio of two replays: with the change, and of the run as it is. The
     interval is the envelope of the same prediction from all steps but one block, from faster and slower transfers, and
-    from more or less slowdown. It is widened by the noise of the blocks' own steps, and by the replay's error on the
+    from more or less contention. It is widened by the noise of the blocks' own steps, and by the replay's error on the
     run as it is, in proportion to the communication that changes.
     """
     if reason := refusal(fitted, change):
@@ -77,8 +77,8 @@ def _variants(fitted: Fitted) -> list[Typical]:
     """Return the other fits, and the fit with other slowdowns."""
     typical = fitted.typical
     if fitted.slowdown_is_known:
-        return [*fitted.variants, *(typical.with_slowdown_of(factor) for factor in _SLOWDOWN_RANGE)]
-    return [*fitted.variants, replace(typical, slowdown=_UNKNOWN_SLOWDOWN)]
+        return [*fitted.variants, *(typical.with_contention_of(factor) for factor in _CONTENTION_RANGE)]
+    return [*fitted.variants, replace(typical, contention_ns=_UNKNOWN_CONTENTION * typical.link.beta_ns)]
 
 
 def _ratio(fitted: Fitted, typical: Typical, change: Change) -> float:
@@ -97,7 +97,7 @@ def _after(fitted: Fitted, typical: Typical, change: Change) -> tuple[float, Rep
         work_ns = work_ns + (cost.launch_ns - present.launch_ns) * np.cumsum(sizes)
         fixed_ns = fixed_ns + (cost.transfer_ns - present.transfer_ns) * sizes
     moved = sizes * cost.payload / present.payload
-    timeline = replay(work_ns, moved, link, typical.slowdown, queues=change.groups or 1, fixed_ns=fixed_ns)
+    timeline = replay(work_ns, moved, link, typical.slowdown(link), queues=change.groups or 1, fixed_ns=fixed_ns)
     step_ns = typical.base_ns + timeline.end_ns - _saved_beside(fitted, change)
     return _by_batch(fitted, typical, change, step_ns), timeline, sizes
 
@@ -127,6 +127,8 @@ def _link(fitted: Fitted, link: Link, change: Change) -> Link:
         link = link.with_ranks(change.world_size, fitted.world_size)
     if change.link_gbps is not None:
         link = link.with_rate(change.link_gbps, change.world_size or fitted.world_size)
+        link = replace(link, beta_ns=link.beta_ns + (HOST_NS if fitted.on_processor else 0.0))
     elif change.link_factor is not None:
-        link = replace(link, beta_ns=link.beta_ns / change.link_factor)
+        host_ns = min(HOST_NS, link.beta_ns) if fitted.on_processor else 0.0
+        link = replace(link, beta_ns=host_ns + (link.beta_ns - host_ns) / change.link_factor)
     return link

@@ -1,6 +1,6 @@
-"""What a communication strategy moves and computes, by its name in `comm=`.
+"""What communication computes on processors, and what a strategy moves and computes, by its name in `comm=`.
 
-`benchmarks/whatif/strategy_costs.py` measures the times. They hold for processors; on other devices they count as zero.
+`benchmarks/whatif/` measures the times. They hold for gloo on processors; on other devices they count as zero.
 """
 
 from __future__ import annotations
@@ -32,3 +32,8 @@ STRATEGY_COSTS = {
     "int8": StrategyCost(payload=0.254, launch_ns=0.4, transfer_ns=0.8, messages=2),
 }
 """Strategies whose bytes follow from the gradients' alone. gloo sums float16 without vector instructions."""
+
+HOST_NS = 0.25
+"""Part of a byte's time that no link makes shorter: copies and sums."""
+CONTENTION_NS = 3.0
+"""Computation that a training thread on a processor loses while a byte moves beside it."""

@@ -1,4 +1,4 @@
-"""Steps of a known link and a known slowdown, as a run would measure them."""
+"""Steps of a known link and a known contention, as a run would measure them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from ddpobs.whatif import Observed
 from ddpobs.whatif.buckets import fill
 from ddpobs.whatif.link import Floats, Link
 from ddpobs.whatif.replay import Replayed, replay
+from ddpobs.whatif.strategies import CONTENTION_NS
 
 MS = 1e6
 
 
 @dataclass(frozen=True)
 class World:
-    """A training of 40 gradients. The first arrives at 0, the last at `backward_ms` if nothing else runs."""
+    """A training of 40 gradients. The first arrives at 0, the last at `backward_ms` if nothing else runs.
+
+    Its thread is on a processor for the share `busy` of its computation, where a byte that moves costs `CONTENTION_NS`.
+    """
 
     link: Link = field(default_factory=lambda: Link(0.2 * MS, 8.0, is_separated=True))
-    slowdown: float = 0.0
+    busy: float = 0.0
     backward_ms: float = 60.0
     base_ms: float = 50.0
     parameter_bytes: float = 400_000.0
@@ -33,6 +37,11 @@ class World:
     @property
     def sizes(self) -> Floats:
         return self.parameter_bytes * np.tile([0.5, 1.5, 1.0, 1.0], 10)
+
+    @property
+    def slowdown(self) -> float:
+        lost = self.busy * CONTENTION_NS / self.link.beta_ns
+        return lost / (1 - lost)
 
     def replay(self, caps_mb: tuple[float, ...]) -> Replayed:
         ready_ns, sizes = fill(self.arrival_ns, self.sizes, caps_mb)
@@ -48,15 +57,14 @@ class World:
         bucket = np.searchsorted(ends, np.arange(40.0))
         timeline = self.replay(caps_mb)
         arrival_ns = replay(self.arrival_ns, np.zeros(40), Link(0.0, 0.0, is_separated=True)).ready_ns
-        beside_ns = np.minimum(timeline.done_ns, timeline.ready_ns.max()) - np.minimum(
-            timeline.begun_ns, timeline.ready_ns.max()
-        )
-        delay_ns = float(beside_ns.sum()) * self.slowdown / (1 + self.slowdown)
+        step_ns = self.step_ns(*caps_mb)
+        computing_ns = step_ns - timeline.exposed_ns
+        delay_ns = self.busy * CONTENTION_NS / self.link.beta_ns * computing_ns / 2
         factor = 1 + self.noise * np.random.default_rng(1).standard_normal(self.steps)
         knots = np.append(-1.0, fill(self.arrival_ns, self.sizes, caps_mb)[0])
         moving_ns = timeline.done_ns - timeline.begun_ns
         return Observed(
-            step_ns=self.step_ns(*caps_mb) * factor,
+            step_ns=step_ns * factor,
             ready_ns=np.outer(factor, timeline.ready_ns),
             moving_ns=np.outer(factor, moving_ns),
             bucket_bytes=np.asarray(np.bincount(bucket, self.sizes), np.float64),
@@ -66,4 +74,5 @@ class World:
             parameter_bytes=self.sizes,
             parameter_bucket=bucket,
             run_delay_ns=delay_ns * np.ones(self.steps),
+            running_ns=(self.busy * computing_ns - delay_ns) * np.ones(self.steps),
         )

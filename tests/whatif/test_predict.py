@@ -1,4 +1,4 @@
-"""Predictions of steps whose link, slowdown and time are known."""
+"""Predictions of steps whose link, contention and time are known."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from ddpobs.whatif import Change, Fitted, Observed, Prediction, best_caps, fit, predict
+from ddpobs.whatif.strategies import HOST_NS
 from tests.support.whatif import MS, World
 
 PLAIN = World()
-SLOWED = World(slowdown=0.3)
+SLOWED = World(busy=0.6)
 CAPS = (0.5, 1.0, 5.0, 25.0, 100.0)
 
 
@@ -47,11 +48,24 @@ def test_a_list_of_caps_fills_one_bucket_after_the_other() -> None:
     assert answer.bucket_bytes[:2] == pytest.approx([3.2e6, 1.2e6])
 
 
-def test_another_link_takes_what_it_is_predicted_to_take() -> None:
+def test_another_link_moves_all_but_the_processors_part_of_a_byte_s_time() -> None:
+    wire_ns = PLAIN.link.beta_ns - HOST_NS
+    slow = World(link=replace(PLAIN.link, beta_ns=2 * wire_ns + HOST_NS))
+    for change in (Change(link_factor=0.5), Change(link_gbps=8 / (2 * wire_ns))):
+        assert prediction(PLAIN.observed(2.5), change).step_ns == pytest.approx(slow.step_ns(2.5), rel=0.01)
+
+
+def test_another_link_of_accelerators_moves_all_of_it() -> None:
     slow = World(link=replace(PLAIN.link, beta_ns=16.0))
-    answer = prediction(PLAIN.observed(2.5), Change(link_factor=0.5))
-    assert answer.step_ns == pytest.approx(slow.step_ns(2.5), rel=0.02)
-    assert prediction(PLAIN.observed(2.5), Change(link_gbps=0.5)).step_ns == pytest.approx(answer.step_ns, rel=0.02)
+    observed = replace(PLAIN.observed(2.5), on_processor=False)
+    for change in (Change(link_factor=0.5), Change(link_gbps=0.5)):
+        assert prediction(observed, change).step_ns == pytest.approx(slow.step_ns(2.5), rel=0.01)
+
+
+def test_computation_beside_communication_slows_down_with_a_faster_link() -> None:
+    fast = replace(SLOWED.link, beta_ns=HOST_NS + (SLOWED.link.beta_ns - HOST_NS) / 2)
+    answer = prediction(SLOWED.observed(2.5), Change(link_factor=2.0))
+    assert answer.step_ns == pytest.approx(replace(SLOWED, link=fast).step_ns(2.5), rel=0.02)
 
 
 def test_more_ranks_take_the_latency_and_the_bytes_of_their_ring() -> None:

@@ -43,7 +43,7 @@ def _model(fitted: Fitted) -> dict[str, Any]:
     return {
         "alpha_ns": round(link.alpha_ns) if link.is_separated or not link.beta_ns else None,
         "beta_bytes_per_s": round(1e9 / link.beta_ns) if link.is_separated and link.beta_ns else None,
-        "slowdown_ratio": round(fitted.typical.slowdown, 4) if fitted.slowdown_is_known else None,
+        "slowdown_ratio": round(fitted.typical.slowdown(link), 4) if fitted.slowdown_is_known else None,
         "noise_ns": round(fitted.noise_ns),
         "replay_error_ns": round(fitted.replay_error_ns),
         "splits_buckets": fitted.parameters_known,

@@ -68,7 +68,8 @@ def _observed(evidence: Evidence, columns: ColumnReader, transfers: Transfers) -
         arrival_ns=None if parameters is None else parameters.ready_ns,
         parameter_bytes=None if parameters is None else parameters.sizes,
         parameter_bucket=None if parameters is None else parameters.bucket,
-        run_delay_ns=_run_delay_ns(evidence, joined),
+        run_delay_ns=_mean_of_ranks(evidence.steps.run_delay_ns, evidence, joined),
+        running_ns=_mean_of_ranks(evidence.steps.running_ns, evidence, joined),
         strategy=max(columns.layouts(), key=lambda layout: layout.revision).comm,
         batches=max(1, round(float(np.median(evidence.steps.micro_steps)))),
         optimizer_ns=max(0.0, float(np.median(optimizer))),
@@ -101,10 +102,10 @@ def _joined_with(joined: JoinedSteps, step: wire.Ints) -> tuple[wire.Ints, wire.
     return of_joined, of_step
 
 
-def _run_delay_ns(evidence: Evidence, joined: wire.Ints) -> Floats | None:
-    """Return the time without a processor in each step, the mean over the ranks; None unless all report it."""
-    delay_ns = evidence.steps.run_delay_ns[evidence.joined.row[joined]]
-    return delay_ns.mean(axis=1) if len(joined) and (delay_ns >= 0).all() else None
+def _mean_of_ranks(times_ns: wire.Ints, evidence: Evidence, joined: wire.Ints) -> Floats | None:
+    """Return a time of each step, the mean over the ranks; None unless all report it."""
+    of_ranks = times_ns[evidence.joined.row[joined]]
+    return of_ranks.mean(axis=1) if len(joined) and (of_ranks >= 0).all() else None
 
 
 def _find_unused_ns(evidence: Evidence, columns: ColumnReader, transfers: Transfers, matrix: wire.Ints) -> float | None:

@@ -21,7 +21,7 @@ def steady_fit_of(evidence: Evidence) -> Fitted | str:
     if isinstance(fitted, str):
         return fitted
     steady = steady_replay_of(evidence)
-    if isinstance(steady, str) and not (fitted.slowdown_is_known and fitted.typical.slowdown > 0):
+    if isinstance(steady, str) and not (fitted.slowdown_is_known and fitted.typical.contention_ns > 0):
         return steady
     return fitted
 
