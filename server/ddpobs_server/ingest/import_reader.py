@@ -41,7 +41,7 @@ async def read_files(files: Sequence[Path], run: str, output: Path, settings: Se
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        env=os.environ | _ONE_THREAD,
+        env=_environ(),
     )
     try:
         async with asyncio.timeout(settings.import_timeout_s):
@@ -54,6 +54,11 @@ async def read_files(files: Sequence[Path], run: str, output: Path, settings: Se
             process.kill()
             await process.wait()
     return _lines(process.returncode or 0, printed, errors, settings)
+
+
+def _environ() -> dict[str, str]:
+    """The environment without the collector's settings: tokens and passwords are no business of a file's reader."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")} | _ONE_THREAD
 
 
 def _lines(status: int, printed: bytes, errors: bytes, settings: Settings) -> list[str]:
