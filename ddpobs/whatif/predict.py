@@ -20,7 +20,7 @@ CAPS_MB = (0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0)
 _CONTENTION_RANGE = (0.5, 1.5)
 """Range of the contention that an interval counts, as multiples of the fitted one."""
 _UNKNOWN_CONTENTION = 0.1
-"""Computation lost beside communication that an interval counts where it was not measured, as a share: an assumption."""
+"""Share of computation lost beside communication that an interval counts where it was not measured: an assumption."""
 _COVERAGE = 1.645
 """Standard deviations that hold nine in ten values."""
 
