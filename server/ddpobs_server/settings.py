@@ -105,6 +105,10 @@ class Settings(BaseSettings):
         description="Free MB on SQLite's disk below which batches get 507; deleting runs needs space too.",
     )
 
+    audit_entries: PositiveInt = Field(
+        100_000, le=10**7, description="Latest entries of the audit log that each workspace keeps."
+    )
+
     tls_cert: Path | None = Field(None, description="Certificate chain (PEM); the collector then serves HTTPS only.")
     tls_key: Path | None = Field(
         None, description="Private key of the certificate (PEM), unless the certificate's file contains it."

@@ -14,6 +14,7 @@ from ddpobs.wire.text import MAX_TAGS, NOTE_CHARACTERS, TAG_CHARACTERS, clean_ta
 from ddpobs_server.api.deps import Labeller, RunDep, StoreDep
 from ddpobs_server.api.fields import RunName, doc
 from ddpobs_server.reports.digests import labels_of, trained_labels
+from ddpobs_server.web.audit_entry import entry_of
 from ddpobs_server.web.problems import Problem
 from ddpobs_server.web.services import ServicesDep
 
@@ -78,7 +79,9 @@ async def set_labels(
     note = None if change.note is msgspec.UNSET else change.note
 
     def write() -> tuple[list[str], str]:
-        store.set_labels(run.run, tags, note)
+        given = {"tags": tags, "note": note}
+        detail = {name: value for name, value in given.items() if value is not None}
+        store.set_labels(run.run, tags, note, entry_of(request, caller, "run.labels", run.name, detail))
         hello = store.hellos([run.run]).get(run.run)
         return labels_of(store.run(run.run) or run, trained_labels(hello))
 

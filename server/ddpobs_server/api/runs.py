@@ -8,7 +8,7 @@ import time
 from typing import Annotated
 
 import msgspec
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 from typing_extensions import TypedDict
 
 from ddpobs.shared.words import STATED_ELSEWHERE
@@ -40,6 +40,7 @@ from ddpobs_server.reports.reports import Reports
 from ddpobs_server.reports.run_state import state_of_run
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Attempt, Run
+from ddpobs_server.web.audit_entry import entry_of
 from ddpobs_server.web.problems import Problem
 
 router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=ConcurrencyLimitedRoute)
@@ -182,8 +183,10 @@ def get_attempts(run: RunDep, reports: ReportsDep) -> Attempts:
 
 
 @router.delete("/runs/{run}", status_code=204)
-def delete_run(run: RunDep, _admin: Admin, store: StoreDep) -> Response:
+def delete_run(request: Request, run: RunDep, admin: Admin, store: StoreDep) -> Response:
     """Delete all data of a run."""
+    # Before the deletion, which takes many transactions: nothing disappears without an entry.
+    store.add_audit_entry(entry_of(request, admin, "run.delete", run.name))
     store.delete(run.run)
     return Response(status_code=204)
 

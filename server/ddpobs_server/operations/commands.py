@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from typing_extensions import override
 
 from ddpobs_server.operations import backup, self_check
+from ddpobs_server.operations.command_entry import caller_text, command_entry
 from ddpobs_server.settings import Settings, unknown_settings
 from ddpobs_server.store import DEFAULT_WORKSPACE, Store, Token, UnavailableError, UnusableError
 from ddpobs_server.store.database import database_access
@@ -111,7 +112,8 @@ def create_token(
     secret, token = new_token(name[:128], workspace, scopes, expires_ns)
     settings = _settings(database_url)
     store = open_store(settings)
-    store.add_token(token)
+    detail = {"name": token.name, "scopes": scopes, "expires_ns": expires_ns}
+    store.add_token(token, command_entry("token.create", token.token_id, workspace, detail))
     store.close()
     print_error(f"created for {', '.join(scopes)} in workspace {workspace}, stored in {settings.database}")
     typer.echo(secret)
@@ -151,8 +153,10 @@ def rotate_token(
         print_error(f"no valid token {token_id} in {settings.database}: `ddpobs-server token list` shows them")
         raise typer.Exit(1)
     secret, token = new_token(former.name, former.workspace, list(former.scopes), expires_ns)
-    store.add_token(token)
-    store.revoke_token(token_id, former_ends_ns)
+    detail = {"name": token.name, "scopes": list(token.scopes), "expires_ns": expires_ns, "replaces": token_id}
+    store.add_token(token, command_entry("token.create", token.token_id, token.workspace, detail))
+    ending = {"name": token.name, "works_until_ns": former_ends_ns}
+    store.revoke_token(token_id, former_ends_ns, command_entry("token.revoke", token_id, token.workspace, ending))
     store.close()
     print_error(f"{token_id} works until {_date(former_ends_ns)} at the latest, {token.token_id} replaces it")
     typer.echo(secret)
@@ -166,7 +170,9 @@ def revoke_token(
     """Revoke a token; collectors reject it within five seconds."""
     settings = _settings(database_url)
     store = _open_existing(settings)
-    revoked = store.revoke_token(token_id, time.time_ns())
+    token = next((token for token in store.tokens() if token.token_id == token_id), None)
+    entry = token and command_entry("token.revoke", token_id, token.workspace, {"name": token.name})
+    revoked = store.revoke_token(token_id, time.time_ns(), entry)
     store.close()
     if not revoked:
         print_error(f"no valid token {token_id} in {settings.database}: `ddpobs-server token list` shows them")
@@ -199,11 +205,28 @@ def set_workspace_limits(
     store = _open_existing(settings)
     stored = ({} if reset else store.workspace_limits().get(name, {})) | given
     if given or reset:
-        store.set_workspace_limits(name, stored)
+        store.set_workspace_limits(name, stored, command_entry("workspace.limits", name, name, stored))
     store.close()
     for limit, value in msgspec.structs.asdict(effective_limits(settings, stored)).items():
         origin = "stored" if limit in stored else "setting"
         typer.echo(f"{limit:15}  {'none' if value is None else f'{value:g}':>12}  {origin}")
+
+
+@cli.command()
+def audit(
+    workspace: Annotated[str | None, typer.Option(help="Only changes in this workspace.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of entries.")] = 50,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object a line.")] = False,
+    database_url: DatabaseOption = None,
+) -> None:
+    """Show who deleted runs and changed labels, tokens, limits and settings, newest first."""
+    store = _open_existing(_settings(database_url))
+    entries = store.audit_entries(limit, workspace)
+    store.close()
+    for entry in entries:
+        detail = json.dumps(entry.detail)
+        line = f"{_date(entry.at_ns)}  {entry.workspace}  {entry.action}  {entry.subject}  {caller_text(entry)}  {detail}"
+        typer.echo(json.dumps(vars(entry)) if as_json else line)
 
 
 @cli.command()

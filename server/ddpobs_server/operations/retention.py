@@ -120,6 +120,7 @@ class RetentionJob:
             self._count_removed("runs", runs)
             self.bytes.labels("limit").set(settings.keep_gb * 1e9)
             self.bytes.labels("used").set(store.used_bytes())
+        store.prune_audit_log(settings.audit_entries)
         self._compact(now_ns - int(10 * _PERIOD_S * 1e9))
         self._update_step_bins(now_ns)
         if refusal is not None:

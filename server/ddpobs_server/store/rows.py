@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -106,6 +107,43 @@ class Token:
     def works(self, now_ns: int) -> bool:
         """Whether the token is neither revoked nor expired."""
         return self.revoked_ns is None or now_ns < self.revoked_ns
+
+
+CallerKind = Literal["person", "token", "settings-token", "anonymous", "command", "signal"]
+"""How a caller is known: signed on by a proxy, by a token of the database or of the settings, not at all, as a user of
+the collector's machine, or not, because a signal names nobody."""
+AuditAction = Literal[
+    "run.delete", "run.labels", "token.create", "token.revoke", "workspace.limits", "settings.reload"
+]
+
+
+@dataclass(frozen=True)
+class AuditEntry:
+    """A change, and who made it.
+
+    Attributes:
+        action: Kind of the change.
+        subject: Name of the run or of the workspace, or id of the token.
+        workspace: Workspace of the subject.
+        kind: How the caller is known.
+        identity: The person, owner of the token, or user of the machine; empty if it is not known.
+        token_id: Id of the caller's token; empty for none.
+        peer: Address of the client, or name of the machine.
+        detail: New values, as JSON.
+        at_ns: The collector's wall clock, Unix time in ns.
+        entry_id: Unique; entries sort by it in the order of `at_ns`. Empty until the entry is stored.
+    """
+
+    action: AuditAction
+    subject: str
+    workspace: str
+    kind: CallerKind
+    identity: str
+    token_id: str
+    peer: str
+    detail: dict[str, Any]
+    at_ns: int
+    entry_id: str = ""
 
 
 @dataclass(frozen=True)

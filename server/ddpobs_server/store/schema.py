@@ -98,7 +98,23 @@ deleted_attempts = Table(
     "deleted_attempts", metadata, _key("run_id", String), _key("attempt", String), _count("deleted_ns")
 )
 """Attempts of deleted runs. Batches of their processes are refused, as they would bring a run back in part."""
-REFERENCE_TABLES = (tokens, workspaces, deleted_attempts)
+audit_log = Table(
+    "audit_log",
+    metadata,
+    Column("entry_id", String(24), primary_key=True),
+    _count("at_ns"),
+    Column("workspace", String(32), nullable=False),
+    Column("kind", String(16), nullable=False),
+    Column("identity", String(128), nullable=False),
+    Column("token_id", String(16), nullable=False),
+    Column("peer", String(255), nullable=False),
+    Column("action", String(32), nullable=False),
+    Column("subject", String(128), nullable=False),
+    _text("detail"),
+    Index("ix_audit_log_workspace", "workspace", "entry_id"),
+)
+"""Changes by people and tokens, as `AuditEntry` describes them. Ids begin with the time, so they sort by it."""
+REFERENCE_TABLES = (tokens, workspaces, deleted_attempts, audit_log)
 """Small tables that outlive runs. In a distributed schema every node has a full copy."""
 sources = _source_table(
     "sources",

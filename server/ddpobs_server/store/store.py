@@ -21,6 +21,7 @@ from ddpobs_server.store.database.database_state import DatabaseState
 from ddpobs_server.store.queries import (
     aggregate_queries,
     attempt_queries,
+    audit_queries,
     column_queries,
     digest_queries,
     layout_queries,
@@ -313,6 +314,10 @@ class Store:
     tokens = _reads(token_queries.tokens)
     add_token = _writes(token_queries.add_token)
     revoke_token = _writes(token_queries.revoke_token)
+
+    audit_entries = _reads(audit_queries.entries)
+    add_audit_entry = _writes(audit_queries.add_entry)
+    prune_audit_log = _writes(audit_queries.prune)
 
     migrate = _maintains(migration.migrate)
     revisions = _maintains(migration.revisions)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from fastapi.concurrency import run_in_threadpool
 
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import DEFAULT_WORKSPACE, Store, Token
+from ddpobs_server.store import DEFAULT_WORKSPACE, CallerKind, Store, Token
 from ddpobs_server.web.problems import Problem
 
 _log = logging.getLogger(__name__)
@@ -46,8 +46,13 @@ class Caller:
     scopes: frozenset[str]
     name: str = ""
     """Owner of the token, or the person."""
-    is_person: bool = False
-    """Whether a proxy signed it on; a person sends no batches."""
+    kind: CallerKind = "anonymous"
+    token_id: str = ""
+
+    @property
+    def is_person(self) -> bool:
+        """Whether a proxy signed the caller on; a person sends no batches."""
+        return self.kind == "person"
 
     def key(self, run: str) -> str:
         """Key in the store of a run of this workspace.
@@ -63,7 +68,8 @@ class Caller:
         return key
 
 
-_UNRESTRICTED = Caller(DEFAULT_WORKSPACE, frozenset(SCOPES))
+_ANONYMOUS = Caller(DEFAULT_WORKSPACE, frozenset(SCOPES))
+_SETTINGS_TOKEN = Caller(DEFAULT_WORKSPACE, frozenset(SCOPES), kind="settings-token")
 
 
 def new_token(name: str, workspace: str, scopes: list[str], expires_ns: int | None = None) -> tuple[str, Token]:
@@ -155,7 +161,7 @@ class Authenticator:
             Problem: 401 without a valid token; 429 after too many wrong tokens from the address.
         """
         if self.allows_anonymous:
-            return _UNRESTRICTED
+            return _ANONYMOUS
         scheme, _, token = authorization.partition(" ")
         token = token.strip()
         if scheme.lower() != "bearer":
@@ -170,7 +176,7 @@ class Authenticator:
         # A generated token cannot be guessed; the token of the settings, which an operator chose, can.
         self._check_failures(address)
         if self._is_settings_token(token):
-            return _UNRESTRICTED
+            return _SETTINGS_TOKEN
         self._record_failure(address, token)
         detail = "the token is unknown, expired or revoked"
         raise Problem(401, "Wrong token", detail, {"WWW-Authenticate": "Bearer"})
@@ -198,7 +204,8 @@ class Authenticator:
         token = (self._tokens or {}).get(token_id) if prefix == "ddpobs" else None
         if token is None or not token.works(time.time_ns()) or not hmac.compare_digest(_digest(secret), token.digest):
             return None
-        return Caller(token.workspace, frozenset(SCOPES if "admin" in token.scopes else token.scopes), token.name)
+        scopes = frozenset(SCOPES if "admin" in token.scopes else token.scopes)
+        return Caller(token.workspace, scopes, token.name, "token", token_id)
 
     def _check_failures(self, address: str) -> None:
         with self._lock:

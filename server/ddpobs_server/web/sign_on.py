@@ -66,7 +66,7 @@ class SignOn:
         names = {"*", *map(str.strip, groups.split(","))}
         for group, workspace, access in self._access:
             if group in names:
-                return Caller(workspace, frozenset(_SCOPES[access]), user, is_person=True)
+                return Caller(workspace, frozenset(_SCOPES[access]), user, "person")
         detail = f"no group of {user[:64]} has access to this collector; DDPOBS_SERVER_SIGN_ON_GROUPS gives it"
         raise Problem(403, "Not allowed", detail)
 

@@ -42,6 +42,7 @@ EARLIER = (
     "0012",
     "0013",
     "0014",
+    "0015",
 )
 """Earlier revisions of the schema that an existing database may have."""
 

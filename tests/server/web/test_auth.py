@@ -46,7 +46,7 @@ CALLS = {
         ),
     ],
     "ingest and read": [("PATCH", "/api/v1/runs/a-run")],
-    "admin": [("DELETE", "/api/v1/runs/a-run")],
+    "admin": [("DELETE", "/api/v1/runs/a-run"), ("GET", "/api/v1/audit")],
     "": [
         *(("GET", where) for where in ("/healthz", "/readyz", "/", "/runs/a-run", "/docs", "/openapi.json")),
         *(("GET", where) for where in ("/static/style.css", "/swagger/swagger-ui.css", "/compare", "/help/crash")),

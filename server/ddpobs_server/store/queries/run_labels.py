@@ -8,9 +8,17 @@ import msgspec
 from sqlalchemy import Connection
 
 from ddpobs_server.store import schema
+from ddpobs_server.store.queries.audit_queries import add_entry
+from ddpobs_server.store.rows import AuditEntry
 
 
-def set_labels(connection: Connection, run: str, tags: Sequence[str] | None, note: str | None) -> bool:
+def set_labels(
+    connection: Connection,
+    run: str,
+    tags: Sequence[str] | None,
+    note: str | None,
+    entry: AuditEntry | None = None,
+) -> bool:
     """Replace the tags and the note of a run; False if there is no such run.
 
     Args:
@@ -18,6 +26,7 @@ def set_labels(connection: Connection, run: str, tags: Sequence[str] | None, not
         run: The run.
         tags: Tags in order; None leaves them.
         note: The note; None leaves it.
+        entry: Entry of the audit log for the change; None for none.
     """
     values: dict[str, str] = {}
     if tags is not None:
@@ -26,7 +35,9 @@ def set_labels(connection: Connection, run: str, tags: Sequence[str] | None, not
         values["note"] = note
     c = schema.runs.c
     statement = schema.runs.update().where(c.run_id == run)
-    return bool(connection.execute(statement.values(values or {"run_id": c.run_id})).rowcount)
+    changed = bool(connection.execute(statement.values(values or {"run_id": c.run_id})).rowcount)
+    add_entry(connection, entry if changed else None)
+    return changed
 
 
 def decoded_tags(text: str | None) -> tuple[str, ...] | None:

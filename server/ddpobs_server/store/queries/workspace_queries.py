@@ -9,7 +9,8 @@ from sqlalchemy import Connection, func, select
 
 from ddpobs_server.store import schema
 from ddpobs_server.store.database.sql import insert
-from ddpobs_server.store.rows import WorkspaceUsage
+from ddpobs_server.store.queries.audit_queries import add_entry
+from ddpobs_server.store.rows import AuditEntry, WorkspaceUsage
 
 
 def stored_limits(connection: Connection) -> dict[str, dict[str, Any]]:
@@ -18,11 +19,14 @@ def stored_limits(connection: Connection) -> dict[str, dict[str, Any]]:
     return {workspace: msgspec.json.decode(limits) for workspace, limits in rows}
 
 
-def store_limits(connection: Connection, workspace: str, limits: dict[str, Any]) -> None:
-    """Replace the stored limits of a workspace."""
+def store_limits(
+    connection: Connection, workspace: str, limits: dict[str, Any], entry: AuditEntry | None = None
+) -> None:
+    """Replace the stored limits of a workspace, with an entry of the audit log."""
     statement = insert(connection.dialect.name, schema.workspaces)
     upsert = statement.on_conflict_do_update(index_elements=["workspace"], set_={"limits": statement.excluded.limits})
     connection.execute(upsert, {"workspace": workspace, "limits": msgspec.json.encode(limits).decode()})
+    add_entry(connection, entry)
 
 
 def usage(connection: Connection) -> dict[str, WorkspaceUsage]:
