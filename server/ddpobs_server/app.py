@@ -38,6 +38,7 @@ from ddpobs_server.operations.commands import cli, open_store, print_error
 from ddpobs_server.operations.health_monitor import HealthMonitor
 from ddpobs_server.operations.limit_usage import LimitUsage
 from ddpobs_server.operations.retention import RetentionJob
+from ddpobs_server.operations.webhook_job import WebhookJob
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.settings import Settings, unknown_settings
 from ddpobs_server.store import Store
@@ -144,6 +145,8 @@ async def _open(settings: Settings, registry: CollectorRegistry) -> Services:
     health = HealthMonitor(store, registry, usage.measure, settings.public_url, settings.grafana_url)
     await run_in_threadpool(health.start)
     slots = concurrency.slots(limits.share)
+    webhook = WebhookJob(settings, store, reports, registry)
+    webhook.start()
     return Services(
         settings=settings,
         store=store,
@@ -164,11 +167,19 @@ async def _open(settings: Settings, registry: CollectorRegistry) -> Services:
         import_slots=FairSlots(file_import.IMPORTS, limits.share),
         health=health,
         retention=retention,
+        webhook=webhook,
     )
 
 
 def _close(services: Services) -> None:
-    threads = (services.limits, services.health, services.retention, services.writer, services.reports)
+    threads = (
+        services.limits,
+        services.health,
+        services.retention,
+        services.webhook,
+        services.writer,
+        services.reports,
+    )
     serving.close(_CLOSE_S, *(thread.close for thread in threads))
     serving.close(_STORE_S, services.store.close)
     _log.info("collector stopped: all accepted batches are written")

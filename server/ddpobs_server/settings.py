@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from base64 import b64decode
 from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import lru_cache
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -153,6 +155,15 @@ class Settings(BaseSettings):
             "decides, and * is everybody."
         ),
     )
+    webhook_url: SecretStr | None = Field(None, description="Address that receives findings; a flag would show it.")
+    webhook_form: Literal["json", "slack"] = Field("json", description="Form of these messages: json or slack.")
+    webhook_secret: SecretStr | None = Field(
+        None, description="Key of the messages' signatures: whsec_ and 24 to 64 bytes in Base64."
+    )
+    webhook_severity: Literal["warning", "critical"] = Field(
+        "critical", description="Least severity of a finding that is sent."
+    )
+    webhook_after_s: float = Field(60, ge=0, description="Seconds for which a finding holds before it is sent.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe lines written.")
     log_format: Literal["auto", "json", "text"] = Field(
         "auto", description="`auto`: text on a terminal, JSON elsewhere."
@@ -217,6 +228,22 @@ class Settings(BaseSettings):
             return None if value is None else SecretStr(clean_token(value.get_secret_value()))
         except ValueError as error:
             raise ValueError(f"{error}; or unset DDPOBS_SERVER_TOKEN") from None
+
+    @field_validator("webhook_url")
+    @classmethod
+    def _check_webhook_url(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None:
+            url = urlsplit(value.get_secret_value())
+            if url.scheme not in ("http", "https") or not url.hostname:  # The value itself is a secret.
+                raise ValueError(f"expected http://HOST/… or https://HOST/…, got the scheme {url.scheme!r}")
+        return value
+
+    @field_validator("webhook_secret")
+    @classmethod
+    def _check_webhook_secret(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and len(webhook_key(value.get_secret_value())) not in range(24, 65):
+            raise ValueError('expected whsec_ and 24 to 64 bytes in Base64, as of echo "whsec_$(openssl rand -base64 32)"')
+        return value
 
     @model_validator(mode="after")
     def _check_token_file(self) -> Settings:
@@ -292,6 +319,14 @@ class Settings(BaseSettings):
     def database(self) -> str:
         """Printable URL of the database."""
         return printable_url(self.database_url)
+
+
+def webhook_key(secret: str) -> bytes:
+    """Key of a webhook's secret in the form of Standard Webhooks; empty if it has another form."""
+    try:
+        return b64decode(secret.removeprefix("whsec_"), validate=True) if secret.startswith("whsec_") else b""
+    except ValueError:
+        return b""
 
 
 def sqlite_file(database_url: str) -> Path | None:

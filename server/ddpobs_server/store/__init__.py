@@ -12,6 +12,7 @@ from ddpobs_server.store.database.database_errors import (
     UnusableError,
 )
 from ddpobs_server.store.queries.column_queries import TooManyRowsError
+from ddpobs_server.store.queries.notification_queries import NotificationKey
 from ddpobs_server.store.rows import (
     Aggregates,
     Attempt,
@@ -46,6 +47,7 @@ __all__ = [
     "DeletedRunError",
     "LayoutOutline",
     "LostDatabaseError",
+    "NotificationKey",
     "OtherSchemaError",
     "Outcome",
     "PeerTotal",

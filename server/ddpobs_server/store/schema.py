@@ -114,6 +114,16 @@ audit_log = Table(
     Index("ix_audit_log_workspace", "workspace", "entry_id"),
 )
 """Changes by people and tokens, as `AuditEntry` describes them. Ids begin with the time, so they sort by it."""
+notifications = Table(
+    "notifications",
+    metadata,
+    _key("run_id", String),
+    _key("attempt", String),
+    Column("code", String(64), primary_key=True),
+    Column("severity", String(16), primary_key=True),
+    *_sums("claimed_ns", "sent_ns"),
+)
+"""Findings that the webhook was sent, or that a collector has claimed to send: `sent_ns` is then 0."""
 REFERENCE_TABLES = (tokens, workspaces, deleted_attempts, audit_log)
 """Small tables that outlive runs. In a distributed schema every node has a full copy."""
 sources = _source_table(

@@ -25,6 +25,7 @@ from ddpobs_server.store.queries import (
     column_queries,
     digest_queries,
     layout_queries,
+    notification_queries,
     run_labels,
     run_queries,
     token_queries,
@@ -318,6 +319,11 @@ class Store:
     audit_entries = _reads(audit_queries.entries)
     add_audit_entry = _writes(audit_queries.add_entry)
     prune_audit_log = _writes(audit_queries.prune)
+
+    sent_notifications = _reads(notification_queries.sent)
+    claim_notification = _writes(notification_queries.claim)
+    release_notification = _writes(notification_queries.release)
+    mark_notification_sent = _writes(notification_queries.mark_sent)
 
     migrate = _maintains(migration.migrate)
     revisions = _maintains(migration.revisions)

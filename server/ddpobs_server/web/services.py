@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # Only their types: a route asks for the parts that it knows.
     from ddpobs_server.metrics.scrapes import Scrapes
     from ddpobs_server.operations.health_monitor import HealthMonitor
     from ddpobs_server.operations.retention import RetentionJob
+    from ddpobs_server.operations.webhook_job import WebhookJob
     from ddpobs_server.reports.reports import Reports
     from ddpobs_server.web.authenticator import Authenticator
     from ddpobs_server.web.sign_on import SignOn
@@ -57,6 +58,7 @@ class Services:
     import_slots: FairSlots
     health: HealthMonitor
     retention: RetentionJob
+    webhook: WebhookJob
 
 
 def keep_services(app: FastAPI, services: Services) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Store, UnusableError, schema
+from ddpobs_server.store import NotificationKey, Store, UnusableError, schema
 from ddpobs_server.store.upkeep import compaction
 from prometheus_client import CollectorRegistry
 from sqlalchemy.exc import SQLAlchemyError
@@ -60,6 +60,7 @@ def test_every_statement_is_confined_to_a_run(
         following = http.get("/api/v1/runs", params={"limit": 1}).json()["next"]
         http.get("/api/v1/runs", params={"cursor": following})
         store: Store = http.app.state.services.store  # type: ignore[attr-defined]
+        assert store.claim_notification(NotificationKey("a", ATTEMPT, "straggler", "critical"), 1, 1)
         assert sum(store.compact(0)) > 0
         RetentionJob(Settings(keep_spans_days=1, keep_gb=1e-9, keep_share=1), store, CollectorRegistry()).run_once(
             time.time_ns() + 2 * DAY_NS

@@ -43,6 +43,7 @@ EARLIER = (
     "0013",
     "0014",
     "0015",
+    "0016",
 )
 """Earlier revisions of the schema that an existing database may have."""
 
