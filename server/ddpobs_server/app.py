@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ import typer
 from anyio import CapacityLimiter
 from fastapi import Depends, FastAPI
 from fastapi.concurrency import run_in_threadpool
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 from starlette.types import ASGIApp
 from typing_extensions import override
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
@@ -37,6 +37,7 @@ from ddpobs_server.operations import logs, self_check
 from ddpobs_server.operations.commands import cli, open_store, print_error
 from ddpobs_server.operations.health_monitor import HealthMonitor
 from ddpobs_server.operations.limit_usage import LimitUsage
+from ddpobs_server.operations.reload import Reload
 from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.operations.webhook_job import WebhookJob
 from ddpobs_server.reports.reports import Reports
@@ -145,6 +146,10 @@ async def _open(settings: Settings, registry: CollectorRegistry) -> Services:
     health = HealthMonitor(store, registry, usage.measure, settings.public_url, settings.grafana_url)
     await run_in_threadpool(health.start)
     slots = concurrency.slots(limits.share)
+    reloaded = Gauge(
+        "ddpobs_server_last_reload_successful", "1 unless the last reload was refused.", registry=registry
+    )
+    reloaded.set(1)
     webhook = WebhookJob(settings, store, reports, registry)
     webhook.start()
     return Services(
@@ -168,6 +173,7 @@ async def _open(settings: Settings, registry: CollectorRegistry) -> Services:
         health=health,
         retention=retention,
         webhook=webhook,
+        reloaded=reloaded,
     )
 
 
@@ -218,7 +224,8 @@ def serve(
 
     Each option is also an environment variable DDPOBS_SERVER_NAME; docs/operations/install.md lists all settings.
     """
-    settings = Settings(**{name: value for name, value in locals().items() if value is not None})
+    read_settings = partial(Settings, **{name: value for name, value in locals().items() if value is not None})
+    settings = read_settings()
     logs.configure(settings.log_level, settings.log_format)
     for warning in unknown_settings(os.environ):
         _log.warning(warning)
@@ -227,19 +234,21 @@ def serve(
     with ExitStack() as locks:
         if (file := settings.database_file) is not None:
             locks.enter_context(database_lock.held(file, alone=False))
-        _serve(settings)
+        _serve(settings, read_settings)
 
 
-def _serve(settings: Settings) -> None:
+def _serve(settings: Settings, read_settings: Callable[[], Settings]) -> None:
     has_tokens = _refuse_public_without_token(settings)
     try:
         sockets = listening.bind(settings.hosts, settings.port)
     except listening.AddressError as error:
         raise _refusal(str(error), 1) from None
+    app = create_app(settings)
     serving.run(
-        create_app(settings),
+        app,
         sockets,
         on_start=lambda url: _log_address(url, settings, has_tokens),
+        on_reload=Reload(app, read_settings),
         timeout_keep_alive=settings.keep_alive_s,
         http=BoundedHttpProtocol,
         ws="none",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from base64 import b64decode
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from functools import lru_cache
 from ipaddress import ip_address, ip_network
@@ -12,10 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveInt, SecretStr, field_validator, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, PositiveInt, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, DotEnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
+from typing_extensions import override
 
 from ddpobs.wire.text import clean_token
 
@@ -28,6 +30,15 @@ _PRINTED = (
 )
 """Options of libpq that are printed. Any other may be a password, also a misspelled one."""
 _GROUP = re.compile(r"([^=:,]+)=([a-z0-9-]{1,32}):(read|label|admin)")
+RELOADED = frozenset(
+    ("token", "token_file", "tls_cert", "tls_key", "upload_timeout_s", "min_pace_kb_s", "audit_entries")
+    + ("max_body_mb", "max_batch_mb", "max_records", "max_names", "max_name_length", "max_layouts", "max_buckets")
+    + ("max_ranks", "max_sources", "max_runs", "max_run_series", "max_series")
+    + ("max_import_mb", "import_memory_mb", "import_timeout_s")
+    + ("workspace_share", "workspace_batches_per_s", "workspace_mb_per_s", "workspace_reads_per_s", "workspace_keep_gb")
+    + ("keep_spans_days", "keep_runs_days", "keep_gb", "keep_share")
+)
+"""Settings that a running collector follows after a reload: whoever uses one reads it at that moment."""
 _DRIVERS = ("sqlite", "postgresql+psycopg")
 
 
@@ -36,6 +47,9 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=_PREFIX, frozen=True, allow_inf_nan=False)
 
+    settings_file: Path | None = Field(
+        None, description="File of settings, DDPOBS_SERVER_NAME=value a line; the environment comes before it."
+    )
     host: str = Field(
         "127.0.0.1",
         description="Addresses to listen on, separated by commas; without a token only loopback is allowed.",
@@ -170,6 +184,28 @@ class Settings(BaseSettings):
     )
     access_log: bool = Field(False, description="Write a line for every request, not only for errors and refusals.")
 
+    @classmethod
+    @override
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read arguments first, then the environment, then the settings' file that the environment names."""
+        file = os.environ.get(f"{_PREFIX}SETTINGS_FILE")
+        readable = file if file and os.access(file, os.R_OK) else None  # `_check_settings_file` reports another one.
+        return init_settings, env_settings, DotEnvSettingsSource(settings_cls, env_file=readable)
+
+    @field_validator("settings_file")
+    @classmethod
+    def _check_settings_file(cls, value: Path | None) -> Path | None:
+        if value is not None and not (value.is_file() and os.access(value, os.R_OK)):
+            raise ValueError(f"{value} is no file that can be read")
+        return value
+
     @field_validator("port", mode="before")
     @classmethod
     def _ignore_service_address(cls, value: Any) -> Any:
@@ -280,6 +316,20 @@ class Settings(BaseSettings):
     def _drop_final_slash(cls, value: str) -> str:
         return value.rstrip("/")
 
+    def adopt(self, other: Settings, names: Collection[str]) -> list[str]:
+        """Take over some settings of another object, at once; only a reload changes settings.
+
+        Returns:
+            Names of the settings that differed, in their order here.
+        """
+        changed = [name for name in self.differing(other) if name in names]
+        vars(self).update({name: getattr(other, name) for name in changed})
+        return changed
+
+    def differing(self, other: Settings) -> list[str]:
+        """Return the names of the settings that differ from those of another object."""
+        return [name for name in type(self).model_fields if getattr(self, name) != getattr(other, name)]
+
     @property
     def statement_threshold(self) -> int | None:
         """`prepare_threshold` in the driver's form: None for never."""
@@ -319,6 +369,14 @@ class Settings(BaseSettings):
     def database(self) -> str:
         """Printable URL of the database."""
         return printable_url(self.database_url)
+
+
+def problems_of(error: ValidationError) -> list[str]:
+    """Return a line for each wrong setting, without its value, which may be a secret."""
+    return [
+        f"{'.'.join(map(str, detail['loc'])) or 'settings'}: {detail['msg'].removeprefix('Value error, ')}"
+        for detail in error.errors()
+    ]
 
 
 def webhook_key(secret: str) -> bytes:

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from ddpobs_server.operations import backup, self_check
 from ddpobs_server.operations.command_entry import caller_text, command_entry
-from ddpobs_server.settings import Settings, unknown_settings
+from ddpobs_server.settings import Settings, problems_of, unknown_settings
 from ddpobs_server.store import DEFAULT_WORKSPACE, Store, Token, UnavailableError, UnusableError
 from ddpobs_server.store.database import database_access
 from ddpobs_server.web.authenticator import SCOPES, new_token
@@ -40,9 +40,8 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except ValidationError as error:
-            for detail in error.errors():
-                setting = ".".join(map(str, detail["loc"])) or "settings"
-                print_error(f"{setting}: {detail['msg'].removeprefix('Value error, ')}")
+            for problem in problems_of(error):
+                print_error(problem)
             raise typer.Exit(2) from None
         except (UnavailableError, UnusableError, SQLAlchemyError, backup.BackupError) as error:
             print_error(_reason(error))

@@ -95,8 +95,7 @@ class Authenticator:
         self._refresh_lock = asyncio.Lock()
         self._failures: OrderedDict[str, OrderedDict[bytes, float]] = OrderedDict()
         """By address: the digests of its wrong tokens, each with the time of its first arrival."""
-        own = [settings.token.get_secret_value()] if settings.token is not None else []
-        self._own_digests = list(map(_digest, own))
+        self._own_digests = self._digests_of_settings()
         self._file_digests = list(map(_digest, settings.file_tokens()))
 
     def refresh(self) -> None:
@@ -114,6 +113,19 @@ class Authenticator:
             if self._tokens is None:
                 raise Problem(503, "Not ready", "the database does not respond", {"Retry-After": "1"}) from error
         self._refreshed_at = began
+
+    def reload(self) -> None:
+        """Follow the settings, which have changed, and refresh.
+
+        Raises:
+            Problem: As `refresh`.
+        """
+        self._own_digests = self._digests_of_settings()
+        self.refresh()
+
+    def _digests_of_settings(self) -> list[bytes]:
+        token = self._settings.token
+        return [] if token is None else [_digest(token.get_secret_value())]
 
     def _refresh_file(self) -> None:
         """Read the tokens' file, which an operator may replace. Without a valid token in it, the former ones stay."""

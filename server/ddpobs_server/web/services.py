@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from anyio import CapacityLimiter
 from fastapi import Depends, FastAPI, Request
+from prometheus_client import Gauge
 
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
@@ -37,6 +38,7 @@ class Services:
         response_slots: Places of large responses that are sent.
         large_batches: Lets one large batch at a time be decoded.
         import_slots: Places of imports.
+        reloaded: Metric: 1 unless the last reload was refused.
     """
 
     settings: Settings
@@ -59,6 +61,7 @@ class Services:
     health: HealthMonitor
     retention: RetentionJob
     webhook: WebhookJob
+    reloaded: Gauge
 
 
 def keep_services(app: FastAPI, services: Services) -> None:

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -35,7 +36,16 @@ _RETAINED_BYTES = 2**25 - 2**16
 """Just below glibc's upper limit of 32 MiB."""
 
 
-def run(app: FastAPI, sockets: list[socket.socket], on_start: Callable[[str], None], **settings: Any) -> None:
+OnReload = Callable[[ssl.SSLContext | None], None]
+
+
+def run(
+    app: FastAPI,
+    sockets: list[socket.socket],
+    on_start: Callable[[str], None],
+    on_reload: OnReload,
+    **settings: Any,
+) -> None:
     """Serve until SIGTERM or Ctrl-C, then write all accepted batches and return.
 
     A second signal ends the process at once. Acknowledged batches survive that: they are committed.
@@ -44,6 +54,7 @@ def run(app: FastAPI, sockets: list[socket.socket], on_start: Callable[[str], No
         app: The application.
         sockets: Bound sockets to listen on.
         on_start: Called with the server's URLs when it accepts connections.
+        on_reload: Called after SIGHUP, on a thread, with the TLS context of new connections; None without TLS.
         **settings: Settings of `uvicorn.Config`.
 
     Raises:
@@ -54,7 +65,7 @@ def run(app: FastAPI, sockets: list[socket.socket], on_start: Callable[[str], No
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(ValueError, OSError):  # Some systems report an unlimited hard limit and refuse it as a soft limit.
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    server = _Server(uvicorn.Config(app, **settings), on_start)
+    server = _Server(uvicorn.Config(app, **settings), on_start, on_reload)
     with suppress(KeyboardInterrupt, SystemExit):  # uvicorn exits with 3 if it did not start.
         server.run(sockets)
     if not server.started:
@@ -62,9 +73,9 @@ def run(app: FastAPI, sockets: list[socket.socket], on_start: Callable[[str], No
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, on_start: Callable[[str], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[str], None], on_reload: OnReload) -> None:
         super().__init__(config)
-        self._on_start = on_start
+        self._on_start, self._on_reload = on_start, on_reload
 
     @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -102,7 +113,15 @@ class _Server(uvicorn.Server):
         """Handle signals until the process ends; uvicorn would raise them again after its shutdown."""
         for number in signals.ENDING:
             signal.signal(number, self.handle_exit)
+        signal.signal(signal.SIGHUP, self._handle_reload)
         yield
+
+    def _handle_reload(self, _number: int, _frame: FrameType | None) -> None:
+        """Reload on a thread: files and the database may be slow, and responses go on. Before the start there is none."""
+        if self.started:
+            threading.Thread(
+                target=self._on_reload, args=(self.config.ssl,), name="ddpobs-reload", daemon=True
+            ).start()
 
     def _url(self, address: tuple[Any, ...]) -> str:
         host, port = address[:2]

@@ -86,7 +86,8 @@ class WorkspaceLimits:
         self._closing.set()
 
     def refresh(self) -> None:
-        """Read the stored limits; keep the last ones if that fails."""
+        """Follow the settings, and read the stored limits; keep the last stored ones if that fails."""
+        self._default = effective_limits(self._settings, {})
         try:
             stored, tokens = self._store.workspace_limits(), self._store.tokens()
         except Exception as error:

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from benchmarks.rig import databases, patience
 from benchmarks.rig.databases import Fresh
-from tests.support.server.batches import batch
+from tests.support.server.batches import ATTEMPT, batch
 from tests.support.server.http_receiver import Receiver, http_receiver
 from tests.support.server.in_process import client, fill, put
 
@@ -49,7 +49,9 @@ class Clock:
 
 def job_of(store: Store, url: str, clock: Clock, **settings: Any) -> WebhookJob:
     given = Settings(webhook_url=url, webhook_after_s=settings.pop("webhook_after_s", 0), **settings)
-    return WebhookJob(given, store, Reports(store), CollectorRegistry(), clock)
+    reports = Reports(store)
+    reports.diagnostics("slow", ATTEMPT)  # A round waits only a second for the first diagnosis.
+    return WebhookJob(given, store, reports, CollectorRegistry(), clock)
 
 
 @pytest.fixture
@@ -88,7 +90,7 @@ def test_the_signature_is_that_of_the_published_example() -> None:
     """From the tests of the libraries of Standard Webhooks."""
     message = Message(NotificationKey("", "", "", ""), "msg_p5jXN8AQM9LWM0D4loKWxJek", b'{"test": 2432232314}')
     signature = headers_of(message, SECRET, 1614265330)["webhook-signature"]
-    assert signature == "v1,g0hM9SsE+OTPJTt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
+    assert signature == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
 
 
 @pytest.mark.usefixtures("no_time_passes")
@@ -129,12 +131,7 @@ def test_a_message_is_sent_again_after_failures_and_no_sooner_than_requested(
     job.send_due()
     assert len(receiver.requests) >= 3
     assert len({each.headers["webhook-id"] for each in receiver.requests[:3]}) == 1
-    assert filled.sent_notifications("slow", receiver_attempt(receiver))
-
-
-def receiver_attempt(receiver: Receiver) -> str:
-    attempt: str = json.loads(receiver.requests[0].body)["data"]["attempt"]
-    return attempt
+    assert filled.sent_notifications("slow", ATTEMPT)
 
 
 @pytest.mark.usefixtures("no_time_passes")

@@ -14,7 +14,7 @@ from ddpobs_server.operations import self_check
 from ddpobs_server.settings import Settings
 
 from benchmarks.rig.collector import collector
-from tests.support.integration.tools import need
+from tests.support.server import certificates as certificates_of
 from tests.support.server.batches import assert_problem
 
 SENDING = """
@@ -32,18 +32,8 @@ print(answer.outcome.value, answer.detail)
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `ca.pem`, a private authority, and the signed `server.pem` with `server.key`."""
-    openssl, folder = need("openssl", "openssl"), tmp_path_factory.mktemp("certificates")
-    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-    for arguments in (
-        ["req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=our authority", "-days", "2"],
-        ["req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=localhost"],
-        [
-            *("x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
-            *("-out", "server.pem", "-days", "2", "-extfile", "names"),
-        ],
-    ):
-        subprocess.run([openssl, *arguments], cwd=folder, check=True, capture_output=True)
+    folder = tmp_path_factory.mktemp("certificates")
+    certificates_of.create(folder)
     return folder
 
 
@@ -108,9 +98,7 @@ def test_an_unusable_certificate_is_reported_with_its_file(certificates: Path) -
 def test_the_check_reports_the_remaining_days_of_a_certificate(
     certificates: Path, tmp_path: Path, days: int, state: str, detail: str
 ) -> None:
-    sign = ["x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"]
-    short = [*sign, "-out", str(tmp_path / "some.pem"), "-days", str(days), "-extfile", "names"]
-    subprocess.run([need("openssl", "openssl"), *short], cwd=certificates, check=True, capture_output=True)
+    certificates_of.sign(certificates, tmp_path / "some.pem", days)
     settings = Settings(
         tls_cert=tmp_path / "some.pem", tls_key=certificates / "server.key", database_url=f"sqlite:///{tmp_path}/new.db"
     )
