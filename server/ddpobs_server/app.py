@@ -146,9 +146,7 @@ async def _open(settings: Settings, registry: CollectorRegistry) -> Services:
     health = HealthMonitor(store, registry, usage.measure, settings.public_url, settings.grafana_url)
     await run_in_threadpool(health.start)
     slots = concurrency.slots(limits.share)
-    reloaded = Gauge(
-        "ddpobs_server_last_reload_successful", "1 unless the last reload was refused.", registry=registry
-    )
+    reloaded = Gauge("ddpobs_server_last_reload_successful", "1 unless the last reload was refused.", registry=registry)
     reloaded.set(1)
     webhook = WebhookJob(settings, store, reports, registry)
     webhook.start()

@@ -31,12 +31,20 @@ _PRINTED = (
 """Options of libpq that are printed. Any other may be a password, also a misspelled one."""
 _GROUP = re.compile(r"([^=:,]+)=([a-z0-9-]{1,32}):(read|label|admin)")
 RELOADED = frozenset(
-    ("token", "token_file", "tls_cert", "tls_key", "upload_timeout_s", "min_pace_kb_s", "audit_entries")
-    + ("max_body_mb", "max_batch_mb", "max_records", "max_names", "max_name_length", "max_layouts", "max_buckets")
-    + ("max_ranks", "max_sources", "max_runs", "max_run_series", "max_series")
-    + ("max_import_mb", "import_memory_mb", "import_timeout_s")
-    + ("workspace_share", "workspace_batches_per_s", "workspace_mb_per_s", "workspace_reads_per_s", "workspace_keep_gb")
-    + ("keep_spans_days", "keep_runs_days", "keep_gb", "keep_share")
+    (
+        *("token", "token_file", "tls_cert", "tls_key", "upload_timeout_s", "min_pace_kb_s", "audit_entries"),
+        *("max_body_mb", "max_batch_mb", "max_records", "max_names", "max_name_length", "max_layouts", "max_buckets"),
+        *("max_ranks", "max_sources", "max_runs", "max_run_series", "max_series"),
+        *("max_import_mb", "import_memory_mb", "import_timeout_s"),
+        *(
+            "workspace_share",
+            "workspace_batches_per_s",
+            "workspace_mb_per_s",
+            "workspace_reads_per_s",
+            "workspace_keep_gb",
+        ),
+        *("keep_spans_days", "keep_runs_days", "keep_gb", "keep_share"),
+    )
 )
 """Settings that a running collector follows after a reload: whoever uses one reads it at that moment."""
 _DRIVERS = ("sqlite", "postgresql+psycopg")
@@ -278,7 +286,9 @@ class Settings(BaseSettings):
     @classmethod
     def _check_webhook_secret(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None and len(webhook_key(value.get_secret_value())) not in range(24, 65):
-            raise ValueError('expected whsec_ and 24 to 64 bytes in Base64, as of echo "whsec_$(openssl rand -base64 32)"')
+            raise ValueError(
+                'expected whsec_ and 24 to 64 bytes in Base64, as of echo "whsec_$(openssl rand -base64 32)"'
+            )
         return value
 
     @model_validator(mode="after")

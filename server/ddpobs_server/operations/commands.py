@@ -224,7 +224,9 @@ def audit(
     store.close()
     for entry in entries:
         detail = json.dumps(entry.detail)
-        line = f"{_date(entry.at_ns)}  {entry.workspace}  {entry.action}  {entry.subject}  {caller_text(entry)}  {detail}"
+        line = (
+            f"{_date(entry.at_ns)}  {entry.workspace}  {entry.action}  {entry.subject}  {caller_text(entry)}  {detail}"
+        )
         typer.echo(json.dumps(vars(entry)) if as_json else line)
 
 

@@ -1,4 +1,4 @@
-"""Sends new findings to the webhook, for people without Alertmanager. Runs on a thread of its own: nothing waits for it."""
+"""Sends new findings to the webhook, for people without Alertmanager. Nothing waits for its thread."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class WebhookJob:
         for key in new:
             own = [finding for finding in findings if (finding["code"], finding["severity"]) == key[2:]]
             if own and self._sender.free > 0 and self._store.claim_notification(key, now_ns, _LEASE_NS):
-                self._sender.put(message_of(key, run, workspace, own, self._settings, now_ns))
+                self._sender.put(message_of(key, workspace, own, self._settings, now_ns))
 
     def _run(self) -> None:
         next_s = self._now_s()

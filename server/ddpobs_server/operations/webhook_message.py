@@ -18,11 +18,24 @@ import msgspec
 
 from ddpobs.shared.words import finding_heading, finding_lines
 from ddpobs_server.settings import Settings, webhook_key
-from ddpobs_server.store import NotificationKey, Run
+from ddpobs_server.store import NotificationKey
 
 _MAX_FINDINGS = 10
 """Findings of a code and a severity in a message."""
-_PARTS = ("code", "severity", "title", "verdict", "measure", "when", "cause", "where", "remedy", "ranks", "phase", "steps")
+_PARTS = (
+    "code",
+    "severity",
+    "title",
+    "verdict",
+    "measure",
+    "when",
+    "cause",
+    "where",
+    "remedy",
+    "ranks",
+    "phase",
+    "steps",
+)
 
 
 @dataclass(frozen=True)
@@ -41,29 +54,29 @@ class Message:
 
 
 def message_of(
-    key: NotificationKey, run: Run, workspace: str, findings: Sequence[Mapping[str, Any]], settings: Settings, now_ns: int
+    key: NotificationKey, workspace: str, findings: Sequence[Mapping[str, Any]], settings: Settings, now_ns: int
 ) -> Message:
     """Return the message about findings, in the settings' form.
 
     Args:
         key: Run, attempt, code and severity of all of these findings.
-        run: The run.
-        workspace: Its workspace.
+        workspace: The run's workspace.
         findings: As in the REST API, at least one.
         settings: `webhook_form` and `public_url`.
         now_ns: Unix time in ns.
     """
+    run = key.run.rpartition("/")[2]
     message_id = "msg_" + hashlib.sha256("\n".join(key).encode()).hexdigest()[:32]
-    address = f"{settings.public_url}/runs/{quote(run.name)}" if settings.public_url else None
+    address = f"{settings.public_url}/runs/{quote(run)}" if settings.public_url else None
     if settings.webhook_form == "slack":
-        document: dict[str, Any] = {"text": _slack_text(run.name, workspace, address, findings)}
+        document: dict[str, Any] = {"text": _slack_text(run, workspace, address, findings)}
     else:
         document = {
             "type": "findings",
             "timestamp": datetime.fromtimestamp(now_ns / 1e9, UTC).isoformat(),
             "data": {
                 "workspace": workspace,
-                "run": run.name,
+                "run": run,
                 "attempt": key.attempt,
                 "address": address,
                 "findings": [{part: finding[part] for part in _PARTS} for finding in findings[:_MAX_FINDINGS]],

@@ -112,9 +112,7 @@ class Token:
 CallerKind = Literal["person", "token", "settings-token", "anonymous", "command", "signal"]
 """How a caller is known: signed on by a proxy, by a token of the database or of the settings, not at all, as a user of
 the collector's machine, or not, because a signal names nobody."""
-AuditAction = Literal[
-    "run.delete", "run.labels", "token.create", "token.revoke", "workspace.limits", "settings.reload"
-]
+AuditAction = Literal["run.delete", "run.labels", "token.create", "token.revoke", "workspace.limits", "settings.reload"]
 
 
 @dataclass(frozen=True)

@@ -117,11 +117,9 @@ class _Server(uvicorn.Server):
         yield
 
     def _handle_reload(self, _number: int, _frame: FrameType | None) -> None:
-        """Reload on a thread: files and the database may be slow, and responses go on. Before the start there is none."""
+        """Reload on a thread, because files and the database may be slow. A signal before the start is ignored."""
         if self.started:
-            threading.Thread(
-                target=self._on_reload, args=(self.config.ssl,), name="ddpobs-reload", daemon=True
-            ).start()
+            threading.Thread(target=self._on_reload, args=(self.config.ssl,), name="ddpobs-reload", daemon=True).start()
 
     def _url(self, address: tuple[Any, ...]) -> str:
         host, port = address[:2]

@@ -18,7 +18,16 @@ from ddpobs_server.store.database import engine
 from typer.testing import CliRunner
 
 SERVER = str(Path(sys.executable).with_name("ddpobs-server"))
-COMMANDS = ["token create x", "token list", "token revoke abcd", "audit", "check", "backup copy", "restore copy", "distribute"]
+COMMANDS = [
+    "token create x",
+    "token list",
+    "token revoke abcd",
+    "audit",
+    "check",
+    "backup copy",
+    "restore copy",
+    "distribute",
+]
 LOCKS: list[sqlite3.Connection] = []
 
 

@@ -116,9 +116,7 @@ def test_a_finding_waits_until_it_holds_for_the_time_of_the_settings(filled: Sto
 
 
 @pytest.mark.usefixtures("no_time_passes")
-def test_a_message_is_sent_again_after_failures_and_no_sooner_than_requested(
-    filled: Store, receiver: Receiver
-) -> None:
+def test_a_message_is_sent_again_after_failures_and_no_sooner_than_requested(filled: Store, receiver: Receiver) -> None:
     clock = Clock()
     receiver.replies += [(503, {}), (429, {"Retry-After": "120"})]
     job = job_of(filled, receiver.url, clock)

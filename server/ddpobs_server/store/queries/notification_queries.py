@@ -39,7 +39,7 @@ def claim(connection: Connection, key: NotificationKey, now_ns: int, lease_ns: i
     )
     run, attempt, code, severity = key
     row = {"run_id": run, "attempt": attempt, "code": code, "severity": severity, "claimed_ns": now_ns, "sent_ns": 0}
-    return bool(connection.execute(claimed, row).rowcount)
+    return connection.execute(claimed.returning(_n.run_id), row).first() is not None
 
 
 def release(connection: Connection, key: NotificationKey) -> None:
