@@ -170,7 +170,7 @@ def revoke_token(
     settings = _settings(database_url)
     store = _open_existing(settings)
     token = next((token for token in store.tokens() if token.token_id == token_id), None)
-    entry = token and command_entry("token.revoke", token_id, token.workspace, {"name": token.name})
+    entry = None if token is None else command_entry("token.revoke", token_id, token.workspace, {"name": token.name})
     revoked = store.revoke_token(token_id, time.time_ns(), entry)
     store.close()
     if not revoked:

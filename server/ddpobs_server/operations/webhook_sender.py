@@ -96,7 +96,11 @@ class WebhookSender:
             with (
                 httpcore.ConnectionPool(context, keepalive_expiry=0) as pool,
                 pool.stream(
-                    "POST", self._url, headers=headers, content=message.body, extensions={"timeout": timeouts}
+                    "POST",
+                    self._url,
+                    headers=list(headers.items()),
+                    content=message.body,
+                    extensions={"timeout": timeouts},
                 ) as response,
             ):
                 status, sent = response.status, {name.lower(): value for name, value in response.headers}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import ssl
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -56,7 +57,7 @@ class Operator:
 def test_certificate_tokens_and_limits_change_without_a_restart(tmp_path: Path) -> None:
     operator = Operator(tmp_path)
     files = {"tls_cert": "server.pem", "tls_key": "server.key", "token_file": "tokens", "settings_file": "settings"}
-    settings = {name: tmp_path / file for name, file in files.items()}
+    settings: dict[str, Any] = {name: tmp_path / file for name, file in files.items()}
     with collector(tmp_path, ca=tmp_path / "ca.pem", **settings) as running:
         first = operator.certificate(running)
         assert operator.status(running, OLD, 50) == 201
