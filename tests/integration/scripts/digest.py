@@ -9,9 +9,8 @@ import torch
 
 
 def report(rank: int, model: torch.nn.Module) -> None:
-    """Print the digest in one write, because the ranks share the stream."""
-    content = b"".join(
-        tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() for tensor in model.parameters()
-    )
+    """Print the digest of a rank's parameters, or of its shards, in one write, because the ranks share the stream."""
+    shards = [getattr(tensor, "to_local", lambda tensor=tensor: tensor)() for tensor in model.parameters()]
+    content = b"".join(shard.detach().contiguous().view(torch.uint8).numpy().tobytes() for shard in shards)
     sys.stdout.write(f"rank {rank}: parameters {hashlib.sha256(content).hexdigest()}\n")
     sys.stdout.flush()

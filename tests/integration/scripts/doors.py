@@ -108,6 +108,25 @@ def with_torch(rank: int | None, door: str) -> None:
     dist.destroy_process_group()
 
 
+def with_fsdp2(rank: int | None, door: str) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    import ddpobs
+
+    rank = connect(rank)
+    model = network()
+    for layer in model:
+        if isinstance(layer, torch.nn.Linear):
+            fully_shard(layer)
+    fully_shard(model)
+    if door.endswith("in-code"):
+        ddpobs.attach(model, telemetry=COLLECTOR)
+    trained(rank, model, optimizer_of(model), backward(model))
+    dist.destroy_process_group()
+
+
 def with_mpi(_: int | None, door: str) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -183,6 +202,7 @@ def without_torch(_: int | None, door: str) -> None:
 DOORS: dict[str, Callable[[int | None, str], None]] = {
     "torch": with_torch,
     **dict.fromkeys(("ours", "ours-in-code", "attach", "attach-in-code"), with_ddp),
+    **dict.fromkeys(("fsdp2", "fsdp2-in-code"), with_fsdp2),
     **dict.fromkeys(("horovod", "horovod-in-code"), with_horovod),
     **dict.fromkeys(("mpi", "mpi-attach", "mpi-attach-in-code"), with_mpi),
     **dict.fromkeys(("pipeline", "pipeline-in-code"), with_pipeline),

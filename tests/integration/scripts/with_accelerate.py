@@ -1,7 +1,8 @@
 """Digits with Accelerate: accumulation over two batches, an evaluation and a checkpoint after each epoch.
 
-With `dispatch` as the first argument, rank 0 reads the data for all ranks; with `shard`, each rank reads its own. The
-second argument is the folder of the checkpoints. `COLLECTOR` turns telemetry on in code.
+With `dispatch` as the first argument, rank 0 reads the data for all ranks; with `shard`, each rank reads its own. With
+`fsdp2` each does too, and FSDP2 shards the model. The second argument is the folder of the checkpoints. `COLLECTOR`
+turns telemetry on in code.
 """
 
 from __future__ import annotations
@@ -11,16 +12,22 @@ import sys
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, set_seed
+from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, set_seed
 from digest import report
 from digits import Slow, network, pictures
+from sharding import choose_by_plugin
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 distribution, folder = sys.argv[1:]
 set_seed(1)
+plugin = None
+if distribution == "fsdp2":
+    choose_by_plugin()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=500)
 accelerator = Accelerator(
     cpu=True,
+    fsdp_plugin=plugin,
     gradient_accumulation_steps=2,
     dataloader_config=DataLoaderConfiguration(dispatch_batches=distribution == "dispatch"),
 )
@@ -35,7 +42,7 @@ if "COLLECTOR" in os.environ:
     from ddpobs import attach
 
     attach(model, telemetry=os.environ["COLLECTOR"])
-for _ in range(3):
+for epoch in range(3):
     model.train()
     for images, labels in training:
         with accelerator.accumulate(model):
@@ -50,6 +57,6 @@ for _ in range(3):
             answers = accelerator.gather_for_metrics(model(images).argmax(1) == labels)
             correct += int(answers.sum())
     accelerator.print(f"{correct} of 64 correct")
-    accelerator.save_state(folder)
+    accelerator.save_state(f"{folder}/{epoch}")
 report(accelerator.process_index, model)
 accelerator.end_training()

@@ -1,6 +1,7 @@
-"""Digits with Lightning, which starts its second rank itself. The argument is the folder of the checkpoints.
+"""Digits with Lightning, which starts its second rank itself.
 
-`COLLECTOR` turns telemetry on in code.
+`fsdp2` as the first argument shards the model by FSDP2. The last argument is the folder of the checkpoints. `COLLECTOR`
+turns telemetry on in code.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from digest import report
 from digits import Slow, network, pictures
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
@@ -27,7 +29,7 @@ class Digits(lightning.LightningModule):
         if "COLLECTOR" in os.environ:
             from ddpobs import attach
 
-            model: Any = self.trainer.strategy.model
+            model: Any = self.network if sharded else self.trainer.strategy.model
             attach(model, telemetry=os.environ["COLLECTOR"])
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> torch.Tensor:
@@ -40,17 +42,30 @@ class Digits(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class ShardedDigits(Digits):
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        assert self.device_mesh is not None
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.network:
+            if isinstance(layer, torch.nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(self.network, mesh=mesh)
+
+
+sharded = "fsdp2" in sys.argv
 trainer = lightning.Trainer(
     accelerator="cpu",
     devices=2,
-    strategy="ddp",
+    strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1) if sharded else "ddp",
     max_epochs=3,
     accumulate_grad_batches=2,
-    callbacks=[ModelCheckpoint(sys.argv[1], monitor="loss")],
+    callbacks=[ModelCheckpoint(sys.argv[-1], monitor="loss")],
     logger=False,
     enable_progress_bar=False,
 )
-model = Digits()
+model = ShardedDigits() if sharded else Digits()
 trainer.fit(
     model,
     DataLoader(pictures(0, 192), batch_size=16, shuffle=True),

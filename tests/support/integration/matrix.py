@@ -131,6 +131,44 @@ TABLE: dict[str, tuple[Cell | str, ...]] = {
         "no place for it",
         NO_EFFECT,
     ),
+    "FSDP2": (
+        same(TORCHRUN, "doors.py", "fsdp2"),
+        door(PYTHON, "fsdp2", "spawn", without="fsdp2"),
+        AS_TORCHRUN,
+        AS_TORCHRUN,
+        NOT_TRIED,
+        door(TORCHRUN, "fsdp2-in-code", without="fsdp2"),
+        NO_EFFECT,
+    ),
+    "FSDP2 by Accelerate": (
+        Cell(
+            Command(TORCHRUN, "with_accelerate.py", ("fsdp2",)), Command(ACCELERATE, "with_accelerate.py", ("fsdp2",))
+        ),
+        ONE_PROCESS,
+        same(ACCELERATE, "with_accelerate.py", "fsdp2"),
+        AS_TORCHRUN,
+        NOT_TRIED,
+        same(ACCELERATE, "with_accelerate.py", "fsdp2"),
+        NO_EFFECT,
+    ),
+    "FSDP2 by Lightning": (
+        Cell(Command(TORCHRUN, "with_lightning.py", ("fsdp2",)), Command(PYTHON, "with_lightning.py", ("fsdp2",))),
+        same(PYTHON, "with_lightning.py", "fsdp2"),
+        AS_TORCHRUN,
+        AS_TORCHRUN,
+        NOT_TRIED,
+        same(PYTHON, "with_lightning.py", "fsdp2"),
+        NO_EFFECT,
+    ),
+    "FSDP2 by Transformers' Trainer": (
+        same(TORCHRUN, "with_trainer.py", "fsdp2"),
+        ONE_PROCESS,
+        Cell(Command(ACCELERATE, "with_trainer.py", ("fsdp2",)), Command(TORCHRUN, "with_trainer.py", ("fsdp2",))),
+        AS_TORCHRUN,
+        NOT_TRIED,
+        "no place for it",
+        NO_EFFECT,
+    ),
     "pipelines": (
         same(TORCHRUN, "doors.py", "pipeline"),
         door(PYTHON, "pipeline", "spawn", without="pipeline"),
@@ -188,13 +226,17 @@ ALWAYS = {
     ("Accelerate", "accelerate launch"),
     ("Lightning", "python"),
     ("Transformers' Trainer", "torchrun"),
+    ("FSDP2 by Accelerate", "accelerate launch"),
     ("pipelines", "torchrun"),
     ("MPI", "mpiexec"),
     ("a loop without DDP", "torchrun"),
     ("`torch.nn.DataParallel`", "python"),
     ("a script without torch", "torchrun"),
 }
-"""Cells that `make test` runs: each row once, each way at least once. `make wide` runs the others."""
+"""Cells that `make test` runs: each row once, the rows of FSDP2 once together, each way at least once.
+
+`make wide` runs the others.
+"""
 
 
 def table() -> str:
