@@ -78,6 +78,8 @@ if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ constraints.txt -nt
     [ "$target" = demo ] || extras=dev
     .venv/bin/python -m pip install -q -c constraints.txt -e ".[$extras]"
     if [ "$target" = test ]; then
+        # Its logger alone is tested, which needs none of its other requirements.
+        .venv/bin/python -m pip install -q -c constraints.txt --no-deps torchtitan
         # In an environment of its own, because it requires an older typer than the tests.
         .venv/bin/python -m venv .venv/tools
         .venv/tools/bin/python -m pip install -q -c constraints.txt openapi-python-client

@@ -21,7 +21,17 @@ from ddpobs.telemetry.process import Telemetry
 from ddpobs.torch_seam.collectives import ranks_of
 from ddpobs.torch_seam.modes import unseen
 
-__all__ = ["Telemetry", "current_run", "forget", "join", "leave", "was_joined"]
+__all__ = [
+    "Telemetry",
+    "current_run",
+    "fetch_began",
+    "fetch_ended",
+    "forget",
+    "is_recording",
+    "join",
+    "leave",
+    "was_joined",
+]
 
 _process: Telemetry | None = None
 _generation = 0
@@ -90,9 +100,25 @@ def forget(recorder: ModuleObserver) -> None:
         _process.leave(recorder)
 
 
+def fetch_began(source: int) -> bool:
+    """Record that the training thread requests a batch; `source` is any number. False if it is not recorded."""
+    return _process is not None and _process.fetch_began(source)
+
+
+def fetch_ended() -> None:
+    """Record the end of a fetch for which `fetch_began` returned True."""
+    if _process is not None:
+        _process.fetch_ended()
+
+
 def current_run() -> Run | None:
     """Return this process's run at its collector; None without telemetry, or before the ranks agree on the run."""
     return None if _process is None else _process.run
+
+
+def is_recording() -> bool:
+    """Whether telemetry of this process runs."""
+    return _process is not None
 
 
 def was_joined() -> bool:

@@ -229,6 +229,14 @@ class Telemetry:
             self._journal.trained.discard(recorder.index)
         return not self._recorders
 
+    def fetch_began(self, source: int) -> bool:
+        """Record that the training thread requests a batch; False if it is not recorded."""
+        return self._journal.fetch_began(source)
+
+    def fetch_ended(self) -> None:
+        """Record the end of a fetch."""
+        self._journal.fetch_ended()
+
     def close(self, error: BaseException | None = None) -> None:
         """Report the end of the process, flush within `config.exit_s`, and remove the hooks.
 

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import ddpobs
 import ddpobs.horovod as hvd
 from ddpobs import telemetry
+from ddpobs.titan.spans import SpanHandler
 from tests.support.distributed.compare import batch, net
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
@@ -108,7 +109,15 @@ def fully_sharded(config: ddpobs.TelemetryConfig) -> Any:
     return model
 
 
-BUILD = {"ddp": own, "attachment": attached, "fsdp": fully_sharded, "horovod": horovod}
+def titan(config: ddpobs.TelemetryConfig) -> Any:
+    model = net()
+    spans = SpanHandler(config)
+    spans.emit(logging.makeLogRecord({"log_type_name": "optim_start"}))
+    model.register_full_backward_hook(lambda *_: (spans, None)[1])  # It lives as long as the model.
+    return model
+
+
+BUILD = {"ddp": own, "attachment": attached, "fsdp": fully_sharded, "horovod": horovod, "titan": titan}
 """Builds a model that trains through a door, by the door's folder."""
 
 
