@@ -16,7 +16,8 @@ from ddpobs.wire.text import NOTE_CHARACTERS, STRICT_RUN_ID, clean_tags, clean_t
 DEFAULT_COLLECTOR = "http://127.0.0.1:8321"
 _NUMBERS = {int: (Integral, "a whole number"), float: (Real, "a number")}
 _ZERO_SWITCHES_OFF = ("fingerprint_every", "rest_every")
-_MIN_REST_EVERY = 64
+_MIN_REST_EVERY, _MAX_REST_EVERY = 64, 8192
+"""A rest needs two steps, and the times of a cycle's steps are kept until it ends."""
 _END = 10**9
 
 
@@ -44,7 +45,8 @@ class TelemetryConfig:
         fingerprint_every: Number of synchronised backward passes between comparisons of the replicas; 0 for none.
         readiness_every: Number of steps between samples of every parameter's readiness.
         hang_after_s: Least time without progress after which a rank counts as stuck, in seconds.
-        rest_every: Steps of a cycle in which telemetry rests for every 32nd step, to measure its own cost; 0 for never.
+        rest_every: Steps of a cycle, 64 to 8192, in which telemetry rests for every 32nd step, to measure its own cost;
+            0 for never.
         pulse_s: Seconds between pulses, and therefore between wake-ups of the telemetry thread.
         traceback: Send the message and the last lines of the traceback of an error that ends the training.
         quiet: Print neither the run's address at the start nor its verdict at the end.
@@ -89,8 +91,9 @@ class TelemetryConfig:
         object.__setattr__(self, "tags", _clean_tags(self.tags))
         if not isinstance(self.note, str) or len(self.note) > NOTE_CHARACTERS:
             raise ConfigError("note", f"a text of at most {NOTE_CHARACTERS} characters", self.note)
-        if isinstance(self.rest_every, int) and 0 < self.rest_every < _MIN_REST_EVERY:
-            raise ConfigError("rest_every", f"0, or a whole number from {_MIN_REST_EVERY} on", self.rest_every)
+        cycle = self.rest_every
+        if isinstance(cycle, Integral) and cycle != 0 and not _MIN_REST_EVERY <= int(cycle) <= _MAX_REST_EVERY:
+            raise ConfigError("rest_every", f"0, or a whole number from {_MIN_REST_EVERY} to {_MAX_REST_EVERY}", cycle)
         for setting in fields(self):
             value: Any = getattr(self, setting.name)
             if type(setting.default) is bool and type(value) is not bool:

@@ -57,6 +57,13 @@ def test_an_invalid_number_is_refused_when_the_settings_are_created(setting: str
         TelemetryConfig(**{setting: value})
 
 
+@pytest.mark.parametrize("cycle", [1, 63, 8193, 10**6])
+def test_rests_come_in_cycles_of_64_to_8192_steps(cycle: int) -> None:
+    assert [TelemetryConfig(rest_every=allowed).rest_every for allowed in (0, 64, 8192)] == [0, 64, 8192]
+    with pytest.raises(ConfigError, match="from 64 to 8192"):
+        TelemetryConfig(rest_every=cycle)
+
+
 @pytest.mark.parametrize(("text", "value"), [("0", False), ("1", True), ("", True)])
 def test_tracebacks_can_be_kept_out(text: str, value: bool) -> None:
     assert from_environment({"DDPOBS_TRACEBACK": text}).traceback is value
