@@ -65,12 +65,16 @@ class Layout:
         Args:
             assignment: Indices of each bucket's parameters, in launch order.
         """
+        rebuilds = bool(self.buckets)
+        if not any(bucket.holds_gradients or bucket.residual is not None for bucket in self.buckets):
+            self.buckets.clear()  # Their memory is free before the new ones take theirs.
+            self.bucket_of.clear()
         buckets = bucketing.build(self.parameters, assignment, self.expect_sparse, self.as_views)
         flat = [(bucket, slot, member) for bucket in buckets for slot, member in enumerate(bucket.members)]
         if self.dtype is not None:
             for bucket in buckets:
                 bucket.set_dtype(self.dtype)
-        if self.buckets:
+        if rebuilds:
             for bucket, slot, member in flat:
                 self._move(member, bucket, slot)
         self.buckets[:] = buckets
@@ -101,15 +105,17 @@ class Layout:
             self.flat_index.append(index)
 
     def _move(self, member: int, bucket: Bucket, slot: int) -> None:
-        parameter, old_bucket, old_slot = self.parameters[member], self.bucket_of[member], self.index_in_bucket[member]
-        if old_bucket.residual is not None:
-            bucket.carry_residual(slot, old_bucket, old_slot)
-        gradient = parameter.grad
+        gradient, old_view = self.parameters[member].grad, None
+        if self.bucket_of:
+            old_bucket, old_slot = self.bucket_of[member], self.index_in_bucket[member]
+            old_view = None if old_bucket.sparse else old_bucket.views[old_slot]
+            if old_bucket.residual is not None:
+                bucket.carry_residual(slot, old_bucket, old_slot)
         if gradient is None or bucket.sparse or not bucket.grads_are_views:
             return
         # With gradient_as_bucket_view torch turns every present gradient into a view, and it divides views otherwise
         # than other gradients.
-        if self.as_views or gradient is old_bucket.views[old_slot]:
+        if self.as_views or gradient is old_view:
             bucket.memory.take_over(slot, gradient)
 
     def rebuild_in_order(self, arrivals: Sequence[int], limits_bytes: Sequence[int], group: dist.ProcessGroup) -> bool:

@@ -8,13 +8,15 @@ changes its buckets alone:
    whether to go on, keep the candidate, or undo it.
 3. Look: from time to time rank 0 compares the step with that of the decision. If it has shifted, all begin anew.
 
-A rank that ends in between ends the others' collective with an error, as in any backward.
+All of it happens as a synchronised backward begins, before its first bucket: there every rank takes part in collectives
+anyway. A forward is no such place, because one rank alone may run one. A rank that ends in between ends the others'
+collective with an error, as in any backward.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from time import monotonic_ns
 
@@ -23,24 +25,18 @@ import torch
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm import AllReduce, Pending
 from ddpobs.reducer.caps_sample import CapsSample
+from ddpobs.reducer.caps_trial import Decision, Trial, Verdict
 from ddpobs.reducer.reducer import Reducer
-from ddpobs.shared.paired_blocks import PairedRatio, TimedStep, Turns, mean_times
+from ddpobs.shared.paired_blocks import TimedStep
 from ddpobs.torch_seam.collectives import broadcast_from_first, wait_for
 
 WARM_UP, SAMPLED = 10, 24
 """Backward passes before the sample, and in it."""
-BLOCK_STEPS, MAX_GROUPS = 8, 12
-"""Steps of a block, and most groups of four blocks that a candidate is tried in."""
-_DROPPED = 2
-"""Steps at a block's begin in no arm: in the first the buckets change, in the second their memory is new."""
-_HOPELESS = 1.5
-"""Ratio of a first group from which a candidate is undone at once."""
 LOOK_EVERY, _LOOKED = 512, 64
 _SHIFT = 1.15
 """Factor between two step times from which the best buckets may be others."""
 _MAX_ROUNDS = 4
 """Samples of one training: each change of the buckets is another layout for the collector to keep."""
-_GO_ON, _KEEP, _UNDO = range(3)
 Assignment = list[list[int]]
 
 
@@ -53,16 +49,16 @@ class AutoCaps:
 
     def __init__(self, core: Reducer) -> None:
         self._core = core
+        self._devices = {parameter.device for parameter in core.layout.parameters}
         self._is_cuda = core.layout.parameters[0].device.type == "cuda"
         self._backwards = self._rounds = self._forwards = 0
         self._marked: tuple[int, int] = (-1, 0)
-        self._timed: deque[tuple[int, TimedStep]] = deque(maxlen=4 * BLOCK_STEPS + _LOOKED)
-        """The latest steps with the number of the backward that they begin with."""
+        self._timed: deque[tuple[int, TimedStep]] = deque(maxlen=_LOOKED)
+        """The latest steps, at least a trial's group, with the number of the backward that they begin with."""
         self._sample = CapsSample(core)
         self._candidates: list[Assignment] = []
         self._arms: list[Assignment] = []
-        self._turns = Turns(BLOCK_STEPS, seed=0)
-        self._ratio = PairedRatio()
+        self._trial = Trial(seed=0)
         self._began = 0
         self._settled_ns = 0.0
         self._act_at = WARM_UP + SAMPLED
@@ -77,21 +73,21 @@ class AutoCaps:
     # ------------------------------------------------------------------ events of training
 
     def backward_began(self, forwards: int) -> None:
-        """A synchronised backward began, after so many forwards in all."""
+        """A synchronised backward begins, after so many forwards in all. The buckets may change. A collective call."""
         number, now_ns = self._backwards, monotonic_ns()
         (previous, began_ns), self._marked = self._marked, (number, now_ns)
-        self._backwards += 1
         if previous == number - 1 and number:
             self._timed.append((previous, TimedStep(0, now_ns - began_ns, kind=forwards - self._forwards)))
         self._forwards = forwards
         if self._is_cuda and torch.cuda.is_current_stream_capturing():
             self.stop("a captured CUDA graph")
+        self._do_what_is_due()
         if self._samples:
             self._sample.backward_began(number - self._first_sampled)
 
-    def shadowed(self) -> None:
-        """This rank, out of data, took part in a backward of the others."""
-        self._backwards += 1
+    def shadow_began(self) -> None:
+        """This rank, out of data, takes part in a backward of the others. A collective call."""
+        self._do_what_is_due()
 
     @property
     def _first_sampled(self) -> int:
@@ -99,6 +95,7 @@ class AutoCaps:
 
     @property
     def _samples(self) -> bool:
+        """Whether the backward under way is in the sample."""
         return self._act == self._plan and self._first_sampled < self._backwards <= self._act_at
 
     @property
@@ -111,20 +108,6 @@ class AutoCaps:
         if self._samples:
             self._sample.launched(bucket.index, pending)
 
-    def before_forward(self) -> bool:
-        """Do what is due at this number of backward passes; return whether the buckets changed. A collective call.
-
-        It may be overdue: a script may run two backward passes after two forwards.
-        """
-        if self._act_at < 0 or self._backwards < self._act_at:
-            return False
-        if type(self._core.comm) is not AllReduce or self._core.settings.static_graph:
-            self.stop("another strategy or a static graph")
-            return False
-        before = self._core.buckets[0]
-        self._act()
-        return self._core.buckets[0] is not before
-
     def stop(self, reason: str) -> None:
         """Keep the present buckets for the rest of the training."""
         if self._act_at >= 0:
@@ -132,6 +115,18 @@ class AutoCaps:
             self._report("stopped", reason=reason)
 
     # ------------------------------------------------------------------ what is due
+
+    def _do_what_is_due(self) -> None:
+        """Count a backward that begins, and do what is due at its number."""
+        if self._backwards == self._act_at:
+            if type(self._core.comm) is not AllReduce or self._core.settings.static_graph:
+                self.stop("another strategy or a static graph")
+            elif len(self._devices) > 1:  # Another device's thread may be adding to a gradient that moves.
+                self.stop("parameters on several devices")
+            else:
+                with torch.no_grad():
+                    self._act()
+        self._backwards += 1
 
     def _plan(self) -> None:
         self._rounds += 1
@@ -146,7 +141,7 @@ class AutoCaps:
             self._settle()
             return
         self._arms = [[list(bucket.members) for bucket in self._core.buckets], self._candidates.pop(0)]
-        self._turns, self._ratio, self._began = Turns(BLOCK_STEPS, seed=self._rounds), PairedRatio(), self._backwards
+        self._trial, self._began = Trial(seed=self._rounds), self._backwards
         self._act_at = self._began
         self._report("tried", buckets=len(self._arms[1]))
         self._act = self._turn
@@ -155,48 +150,30 @@ class AutoCaps:
     def _turn(self) -> None:
         """Begin a block, and at the end of a group decide."""
         step = self._act_at - self._began
-        if step and step % self._turns.group_steps == 0 and self._decide():
+        if step and step % self._trial.group_steps == 0 and self._decide(step - self._trial.group_steps):
             return
-        if self._use(self._arms[self._turns.arm(step)]):
-            self._act_at += BLOCK_STEPS
+        if self._use(self._arms[self._trial.arm(step)]):
+            self._act_at += self._trial.block_steps
 
-    def _decide(self) -> bool:
-        """Return whether the candidate's trial is over, as rank 0 judges it."""
-        verdict = int(self._broadcast([self._verdict()])[0])
-        if verdict == _GO_ON:
+    def _decide(self, first: int) -> bool:
+        """Return whether the candidate's trial is over, as rank 0 judges it from the group that began at a step."""
+        numbered = [(number - self._began, step) for number, step in self._timed]
+        mine = self._trial.decide((number, step) for number, step in numbered if number >= first)
+        decision = Decision(*self._broadcast(mine))
+        if decision.verdict == Verdict.GO_ON:
             return False
-        estimate = self._ratio.estimate()
-        figures = {} if estimate is None else {"ratio": estimate.ratio, "low": estimate.low, "high": estimate.high}
-        if self._use(self._arms[1 if verdict == _KEEP else 0]):
-            self._report("kept" if verdict == _KEEP else "undone", buckets=len(self._core.buckets), **figures)
+        keeps = decision.verdict == Verdict.KEEP
+        if self._use(self._arms[keeps]):
+            self._report("kept" if keeps else "undone", buckets=len(self._core.buckets), **decision.figures)
             self._try_next()
         return True
-
-    def _verdict(self) -> int:
-        first = self._act_at - self._turns.group_steps - self._began
-        group = [
-            step._replace(arm=self._turns.arm(number - self._began))
-            for number, step in self._timed
-            if number - self._began >= first and _DROPPED - 1 <= (number - self._began) % BLOCK_STEPS < BLOCK_STEPS - 1
-        ]
-        self._ratio.add(group)
-        means, estimate = mean_times(group), self._ratio.estimate()
-        if self._ratio.pairs == 1 and means is not None and means[1] > _HOPELESS * means[0]:
-            return _UNDO
-        if estimate is not None and estimate.high < 1:
-            return _KEEP
-        if (estimate is not None and estimate.low > 1) or self._act_at - self._began >= MAX_GROUPS * (
-            self._turns.group_steps
-        ):
-            return _UNDO
-        return _GO_ON
 
     def _settle(self) -> None:
         """Wait until the step may have shifted."""
         self._act, self._act_at, self._settled_ns = self._look, self._backwards + LOOK_EVERY, 0.0
 
     def _look(self) -> None:
-        latest_ns = median([step.took_ns for _, step in self._timed][-_LOOKED:] or [0])
+        latest_ns = median([step.took_ns for _, step in self._timed] or [0])
         settled_ns, self._settled_ns = self._settled_ns, self._settled_ns or latest_ns
         shifted = settled_ns > 0 and not 1 / _SHIFT < latest_ns / settled_ns < _SHIFT
         if self._rounds < _MAX_ROUNDS and self._broadcast([int(shifted)])[0]:
@@ -214,11 +191,11 @@ class AutoCaps:
         self.stop("another tensor shares the memory of a gradient")
         return False
 
-    def _broadcast(self, numbers: list[int]) -> list[int]:
-        device = self._core.layout.parameters[0].device
-        shared = torch.tensor(numbers, dtype=torch.int64, device=device)
+    def _broadcast(self, numbers: Sequence[float]) -> list[float]:
+        """Return rank 0's numbers."""
+        shared = torch.tensor(numbers, dtype=torch.float64, device=self._core.layout.parameters[0].device)
         wait_for(broadcast_from_first(self._core.group, [shared]))
-        return [int(number) for number in shared.tolist()]
+        return [float(number) for number in shared.tolist()]
 
     def _report(self, outcome: str, **detail: str | int | float) -> None:
         if self._core.recorder is not None:

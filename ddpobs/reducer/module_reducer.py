@@ -355,9 +355,9 @@ class ModuleReducer(FrontEnd):
     def participate_with_zeros(self) -> None:
         """Take part in another rank's backward, as a rank that is out of data."""
         self._compare_comm()
-        zero_participation.participate(self.core)
         if self.auto_caps is not None:
-            self.auto_caps.shadowed()
+            self.auto_caps.shadow_began()
+        zero_participation.participate(self.core)
 
     def remove_hooks(self) -> None:
         """Release the parameters: their gradients are no longer reduced."""

@@ -64,11 +64,9 @@ class TorchReducer(ModuleReducer):
     # ------------------------------------------------------------------ further members of torch's reducer
 
     def _rebuild_buckets(self) -> bool:
-        """Rebuild the buckets after the first backward, and whenever `AutoCaps` changes them."""
-        if self._readiness.active:
+        """Rebuild the buckets after the first backward."""
+        if not self._readiness.order or self._readiness.active:
             return False
-        if not self._readiness.order:
-            return self.auto_caps is not None and self.auto_caps.before_forward()
         self.rebuilt = self.core.rebuild()
         if self.rebuilt and self.core.settings.tunes_buckets:
             self.auto_caps = AutoCaps(self.core)

@@ -16,7 +16,7 @@ from torch import nn
 from ddpobs import DistributedDataParallel
 from ddpobs.comm import AllReduce
 from ddpobs.errors import ConfigError, ModelsDifferError
-from ddpobs.reducer import auto_caps, caps_sample
+from ddpobs.reducer import auto_caps, caps_sample, caps_trial
 from ddpobs.reducer.auto_caps import AutoCaps
 from ddpobs.whatif import Fitted, Observed, fit
 from tests.support.distributed.launch import run_ranks
@@ -43,18 +43,21 @@ def _train(model: nn.Module, rank: int, steps: int, before: Callable[[int], None
         optimizer.step()
 
 
-def _tuned(limits: list[list[int]], **options: Any) -> tuple[DistributedDataParallel, list[tuple[str, int]], Any]:
-    """A module that tries these limits, and the list of what it reports."""
-    reports: list[tuple[str, int]] = []
+Reports = list[tuple[str, int, dict[str, Any]]]
+
+
+def _tuned(limits: list[list[int]], **options: Any) -> tuple[DistributedDataParallel, Reports, Any]:
+    """A module that tries these limits, and the list of what it reports: outcome, number of the backward, detail."""
+    reports: Reports = []
 
     def report(caps: AutoCaps, outcome: str, **detail: Any) -> None:
-        reports.append((outcome, caps._backwards))
+        reports.append((outcome, caps._backwards, detail))
 
     patches: list[Any] = [
         patch.object(caps_sample, "_limits", lambda _: limits),
         patch.object(AutoCaps, "_report", report),
         patch.object(auto_caps, "LOOK_EVERY", 64),
-        patch.object(auto_caps, "BLOCK_STEPS", 4),
+        patch.object(caps_trial, "BLOCK_STEPS", 4),
         patch.object(dist, "_DEFAULT_FIRST_BUCKET_BYTES", _FIRST_BYTES),
     ]
     for each in patches:
@@ -74,7 +77,7 @@ def _slow_launches() -> None:
     patch.object(AllReduce, "launch", slow).start()
 
 
-def _bits(rank: int, _: int, as_views: bool) -> tuple[bool, list[tuple[str, int]], int]:
+def _bits(rank: int, _: int, as_views: bool) -> tuple[bool, Reports, int]:
     """Whether the parameters equal those of torch's DDP after every kind of change."""
     model, reports, _patches = _tuned([_ONE, _EACH], gradient_as_bucket_view=as_views)
     torchs = nn.parallel.DistributedDataParallel(_model())
@@ -88,8 +91,8 @@ def _bits(rank: int, _: int, as_views: bool) -> tuple[bool, list[tuple[str, int]
 def test_parameters_stay_bit_for_bit_those_of_torchs_ddp(as_views: bool) -> None:
     results = run_ranks(_bits, 2, as_views)
     assert [equal for equal, *_ in results] == [True, True]
-    assert results[0][1:] == results[1][1:], "both ranks change their buckets in the same steps"
-    outcomes = [outcome for outcome, _ in results[0][1]]
+    assert results[0][1:] == results[1][1:], "both ranks change their buckets in the same steps, by the same ratio"
+    outcomes = [outcome for outcome, *_ in results[0][1]]
     assert outcomes.count("tried") >= 2
     decided = outcomes.count("kept") + outcomes.count("undone")
     assert decided <= outcomes.count("tried") <= decided + 1, "one trial may be under way"
@@ -98,8 +101,8 @@ def test_parameters_stay_bit_for_bit_those_of_torchs_ddp(as_views: bool) -> None
 def _proof(rank: int, _: int, limits: list[list[int]]) -> tuple[list[str], list[int]]:
     _slow_launches()
     model, reports, _patches = _tuned(limits)
-    _train(model, rank, 180)
-    return [outcome for outcome, _ in reports], model.reducer.bucket_bytes
+    _train(model, rank, 260)
+    return [outcome for outcome, *_ in reports], model.reducer.bucket_bytes
 
 
 def test_a_faster_candidate_is_kept_and_a_slower_one_is_undone() -> None:
@@ -129,11 +132,30 @@ def test_rank_0_alone_plans_from_the_sample_of_all_ranks() -> None:
     assert run_ranks(_plan, 2) == [[(2, size, True)], []]
 
 
+def _alone(rank: int, _: int) -> tuple[Reports, list[float]]:
+    """Rank 0 alone runs further forwards with gradients, also whenever something is due."""
+    model, reports, _patches = _tuned([_EACH])
+
+    def before(step: int) -> None:
+        if rank == 0 and step > 2:
+            model(torch.randn(2, _WIDTH)).sum()
+
+    _train(model, rank, 70, before)
+    return reports, torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+def test_a_forward_on_one_rank_alone_changes_nothing() -> None:
+    (first, ours), (second, theirs) = run_ranks(_alone, 2)
+    assert first == second
+    assert first[0][0] == "tried"
+    assert ours == theirs
+
+
 def _failing(rank: int, _: int) -> list[str]:
     model, reports, _patches = _tuned([])
     with patch.object(caps_sample, "_limits", side_effect=ZeroDivisionError):
         _train(model, rank, auto_caps.WARM_UP + auto_caps.SAMPLED + 3)
-    return [outcome for outcome, _ in reports]
+    return [outcome for outcome, *_ in reports]
 
 
 def test_a_plan_that_fails_on_rank_0_leaves_the_buckets_as_they_are() -> None:
@@ -170,7 +192,7 @@ def _shift(rank: int, _: int) -> list[str]:
             time.sleep(0.05)
 
     _train(model, rank, 190, before)
-    return [outcome for outcome, _ in reports]
+    return [outcome for outcome, *_ in reports]
 
 
 def test_a_step_of_another_length_lets_all_ranks_sample_again() -> None:
@@ -184,7 +206,7 @@ def _stopped(rank: int, _: int) -> tuple[list[str], list[int]]:
     _train(model, rank, 5)
     model.register_comm_hook(dist.group.WORLD, lambda _, bucket: _averaged(bucket))
     _train(model, rank, 60)
-    return [outcome for outcome, _ in reports], model.reducer.bucket_bytes
+    return [outcome for outcome, *_ in reports], model.reducer.bucket_bytes
 
 
 def _averaged(bucket: Any) -> Any:
@@ -201,7 +223,7 @@ def test_a_communication_hook_ends_it() -> None:
 def _dies(rank: int, _: int) -> str:
     """Rank 1 ends in the middle of a trial; rank 0 gets an error instead of waiting for ever."""
     model, _reports, _patches = _tuned([_EACH])
-    steps = auto_caps.WARM_UP + auto_caps.SAMPLED + auto_caps.BLOCK_STEPS + 2
+    steps = auto_caps.WARM_UP + auto_caps.SAMPLED + caps_trial.BLOCK_STEPS + 2
     if rank:
         _train(model, rank, steps)
         return "ended"
@@ -216,7 +238,7 @@ def test_a_rank_that_ends_in_a_trial_ends_the_others_with_an_error() -> None:
     assert run_ranks(_dies, 2) == ["error", "ended"]
 
 
-def _uneven(rank: int, _: int) -> tuple[list[tuple[str, int]], list[float]]:
+def _uneven(rank: int, _: int) -> tuple[Reports, list[float]]:
     """Rank 1 is out of data in the sample."""
     model, reports, _patches = _tuned([_EACH])
     with model.join():
@@ -227,7 +249,7 @@ def _uneven(rank: int, _: int) -> tuple[list[tuple[str, int]], list[float]]:
 def test_a_rank_out_of_data_changes_its_buckets_with_the_others() -> None:
     (first, ours), (second, theirs) = run_ranks(_uneven, 2)
     assert first == second
-    assert [outcome for outcome, _ in first][:1] == ["tried"]
+    assert [outcome for outcome, *_ in first][:1] == ["tried"]
     assert ours == theirs
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -85,3 +87,17 @@ def test_too_few_pairs_give_no_ratio() -> None:
     assert ratio.estimate() is None
     ratio.add(pair)
     assert ratio.estimate() == pytest.approx((1.01, 1.01, 1.01, MIN_PAIRS))
+
+
+@pytest.mark.parametrize(
+    ("looks", "pairs", "quantile"), [(1, 6, 2.5706), (1, 12, 2.2010), (3, 6, 3.5341), (3, 9, 3.0158), (3, 12, 2.8200)]
+)
+def test_the_interval_is_students_also_for_several_looks(looks: int, pairs: int, quantile: float) -> None:
+    """The quantiles are those of tables: 97.5 % for one look, 99.17 % for each of three."""
+    logs, ratio = np.linspace(-0.01, 0.01, pairs), PairedRatio()
+    for each in logs:
+        ratio.add([TimedStep(0, 10**9), TimedStep(1, round(10**9 * math.exp(each)))])
+    estimate = ratio.estimate(looks)
+    assert estimate is not None
+    half = math.log(estimate.high / estimate.ratio)
+    assert half / (logs.std(ddof=1) / math.sqrt(pairs)) == pytest.approx(quantile, rel=1e-3)
