@@ -136,4 +136,5 @@ def reducer_settings(model: DistributedDataParallel) -> dict[str, wire.Scalar]:
         "static_graph": model.static_graph,
         "broadcast_buffers": model.broadcast_buffers,
         "bucket_cap_mb": model.bucket_bytes_cap / 2**20,
+        "compiled_buckets": bool(getattr(model, "_use_python_reducer", False)),
     }

@@ -194,6 +194,7 @@ class SettingFacts(Record, frozen=True, kw_only=True):
         note: Note about the run.
         wrapped_at: Place in the code that wrapped the first module: `train.py:31 main`; empty if it is not known.
         reducer: `ddpobs`, or `torch`.
+        compiled_buckets: Torch's compiler merges the all-reduces, in place of the reducer's buckets.
     """
 
     group_ranks: Size | None = None
@@ -204,6 +205,7 @@ class SettingFacts(Record, frozen=True, kw_only=True):
     note: str = ""
     wrapped_at: str = ""
     reducer: str = ""
+    compiled_buckets: bool = False
 
 
 DUMPED = "collectives_dumped"

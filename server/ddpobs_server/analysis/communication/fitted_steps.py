@@ -7,6 +7,7 @@ import numpy as np
 from ddpobs import wire
 from ddpobs.whatif.fit import Observed, fit
 from ddpobs.whatif.model import Fitted
+from ddpobs.wire.facts import SettingFacts, read_facts
 from ddpobs_server.analysis.communication.arrivals import arrivals
 from ddpobs_server.analysis.communication.transfers import Transfers, latest_transfers
 from ddpobs_server.analysis.evidence import ColumnReader, ColumnsTooLargeError, Evidence
@@ -16,6 +17,10 @@ _UNUSED_MAP = 1
 """The map of unused parameters among the kinds of `wire.Comms`."""
 
 
+COMPILED_BUCKETS = (
+    "bucket_cap_mb does not apply: torch's compiler merges the all-reduces (optimize_ddp is python_reducer). Their "
+    "size is torch._inductor.config._fuse_ddp_bucket_size, in MB"
+)
 _NOT_MODELLED = {
     "units": "the prediction is of DDP's buckets, and this model is fully sharded",
     "stages": "the ranks of a pipeline wait for each other's messages: see /pipeline",
@@ -25,9 +30,14 @@ _NOT_MODELLED = {
 def fitted_steps(evidence: Evidence) -> Fitted | str:
     """Return the model of the latest steps, or why there is none."""
     if "fitted" not in evidence.shared:
-        evidence.shared["fitted"] = _fitted(evidence)
+        evidence.shared["fitted"] = COMPILED_BUCKETS if has_compiled_buckets(evidence) else _fitted(evidence)
     result: Fitted | str = evidence.shared["fitted"]
     return result
+
+
+def has_compiled_buckets(evidence: Evidence) -> bool:
+    """Whether torch's compiler merges the all-reduces, in place of the reducer's buckets."""
+    return read_facts(evidence.settings, SettingFacts).compiled_buckets
 
 
 def _fitted(evidence: Evidence) -> Fitted | str:

@@ -8,6 +8,7 @@ from ddpobs.shared.quantities import duration
 from ddpobs.whatif.fit import present_buckets
 from ddpobs.whatif.model import Change, Fitted
 from ddpobs.wire.facts import SettingFacts, read_facts
+from ddpobs_server.analysis.communication.fitted_steps import COMPILED_BUCKETS, has_compiled_buckets
 from ddpobs_server.analysis.communication.predicted_gain import exposes_communication, gain_of, steady_fit_of
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, advice_severity
@@ -41,6 +42,8 @@ FACTS = (BucketSizeFacts,)
 
 def bucket_size(evidence: Evidence) -> Judgement:
     """Judge the time that a step would save with other sizes of buckets, filled in the present order."""
+    if has_compiled_buckets(evidence):
+        return [NotJudged("bucket-size", COMPILED_BUCKETS)]
     if evidence.columns is None or not exposes_communication(evidence) or not evidence.columns.layouts():
         return []
     if len({layout.module for layout in evidence.columns.layouts()}) > 1:

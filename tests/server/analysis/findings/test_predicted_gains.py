@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ddpobs_server.analysis.communication.fitted_steps import fitted_steps
 from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.finding import Finding, NotJudged
 from ddpobs_server.analysis.findings.accumulation_pays import accumulation_pays
@@ -48,6 +49,14 @@ def test_larger_buckets_are_predicted_to_save_the_latency_that_they_save() -> No
     merged = replace(MANY, sizes=[sum(MANY.sizes)], ready_ms=MANY.ready_ms[-1:])
     assert saved_ns(finding) == pytest.approx(step_ns(MANY) - step_ns(merged), rel=0.02)
     assert "instead of 0.05" in finding.title
+
+
+def test_buckets_that_the_compiler_makes_are_not_predicted() -> None:
+    evidence = MANY.evidence(**FACTS, settings={"compiled_buckets": True})
+    (not_judged,) = bucket_size(evidence)
+    assert isinstance(not_judged, NotJudged)
+    assert not_judged.reason == fitted_steps(evidence)
+    assert not_judged.reason.startswith("bucket_cap_mb does not apply")
 
 
 def test_smaller_buckets_are_predicted_from_the_arrival_of_the_parameters() -> None:
