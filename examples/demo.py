@@ -25,6 +25,8 @@ from ddpobs.shared.words import finding_heading, finding_lines, labelled
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parent / ".demo"
 RUN = time.strftime("demo-%Y%m%d-%H%M%S")
+CAPS_MB = "0.25,0.5,1,2.5,5,10,25,50,100"
+MIN_SAVED_PERCENT = 3
 
 
 def main() -> int:
@@ -43,11 +45,12 @@ def main() -> int:
         print(f"collector   {url}")
         print(f"training    a small GPT on {ranks} ranks, a random one slow in {options.slow_phase}", flush=True)
         _train(url, ranks, slow, options)
-        diagnosis = _findings(url)
+        diagnosis = _ask(url, "diagnostics")
         _print_findings(diagnosis)
         stragglers = [finding for finding in diagnosis["findings"] if finding["code"] == "straggler"]
         named = any(each["ranks"] == [slow] and each["phase"] == options.slow_phase for each in stragglers)
         print(f"\nthe slow rank was {slow}: the collector {'named it' if named else 'DID NOT NAME IT'}")
+        _print_bucket_cap(_ask(url, f"whatif?bucket_cap_mb={CAPS_MB}"))
         if not options.once and sys.stdin.isatty():
             _print_addresses(url)
             print("\nThe collector stays up for browsing; Ctrl-C ends it.")
@@ -90,8 +93,8 @@ def _train(url: str, ranks: int, slow: int, options: argparse.Namespace) -> None
         raise SystemExit("the training failed; its output above has the reason")
 
 
-def _findings(url: str) -> dict[str, Any]:
-    with urlopen(f"{url}/api/v1/runs/{RUN}/diagnostics", timeout=60) as response:
+def _ask(url: str, path: str) -> dict[str, Any]:
+    with urlopen(f"{url}/api/v1/runs/{RUN}/{path}", timeout=60) as response:
         return json.load(response)  # type: ignore[no-any-return]
 
 
@@ -103,6 +106,17 @@ def _print_findings(diagnosis: dict[str, Any]) -> None:
             print(textwrap.fill(labelled(label, text), 110, initial_indent="    ", subsequent_indent=" " * 12))
     for missing in diagnosis["missing"]:
         print(f"\n  not judged: {missing}")
+
+
+def _print_bucket_cap(whatif: dict[str, Any]) -> None:
+    """Print the best bucket cap, if the whole interval of its saving is above zero and it saves 3 % or more."""
+    known = [answer for answer in whatif["answers"] if answer["prediction"]]
+    if not known:
+        return
+    best = min(known, key=lambda answer: answer["prediction"]["step_ns"])
+    saved, error = (100 * best["prediction"][name] for name in ("saved_ratio", "error_ratio"))
+    if saved >= MIN_SAVED_PERCENT and best["prediction"]["high_ns"] < whatif["now"]["step_ns"]:
+        print(f"a bucket cap of {best['caps_mb'][0]:g} MB would save {saved:.1f} % ± {error:.1f} % of a step")
 
 
 def _print_addresses(url: str) -> None:
