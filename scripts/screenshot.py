@@ -23,17 +23,22 @@ QUIET = (
 )
 
 
+def chromium() -> str:
+    """Return the path of Debian's Chromium."""
+    path = shutil.which("chromium")
+    if path is None:
+        sys.exit("no chromium on this machine: apt-get install chromium")
+    return path
+
+
 def main() -> int:
     """Open the page, wait for its figures, and save a picture down to the step's."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
     parser.add_argument("picture")
     options = parser.parse_args()
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        sys.exit("no chromium on this machine: apt-get install chromium")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=list(QUIET))
+        browser = playwright.chromium.launch(executable_path=chromium(), args=list(QUIET))
         page = browser.new_page(viewport={"width": 1200, "height": 900})
         page.goto(options.url)
         page.locator("#view[aria-busy=false]").wait_for(timeout=60_000)
