@@ -91,9 +91,8 @@ def _link(text: str | None) -> dict[str, float]:
 def _print(run: str, response: dict[str, Any]) -> None:
     for reason in response["missing"]:
         typer.echo(coloured(printable(f"not known, because {reason}"), "warning"))
-    if response["now"] is None:
-        return
-    typer.echo(printable(f"{run}: {duration(response['now']['step_ns'])} a step now"))
+    if response["now"] is not None:
+        typer.echo(printable(f"{run}: {duration(response['now']['step_ns'])} a step now"))
     slow = response["slow_ranks"]
     if slow is not None and slow["lost_ratio"] >= _MIN_LOST:
         typer.echo(f"slow ranks cost {100 * slow['lost_ratio']:.1f} % of the ranks' time (S = {slow['slowdown']:.3f})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ddpobs.imports import parquet, straggler_analysis
 from ddpobs.imports.files import encoded, read
 from ddpobs.imports.traced_run import TracedRun
 from ddpobs.wire.facts import PipelineFacts, facts_of
+from tests.support.smoke import run as printed
 from tests.support.straggler_operations import STEPS, operations, write
 
 
@@ -69,3 +71,13 @@ def test_files_that_are_not_whole_or_too_large_are_refused(tmp_path: Path, monke
     monkeypatch.setattr(parquet, "_MAX_CELLS", 100)
     with pytest.raises(TraceFileError, match="at most 100 cells"):
         straggler_analysis.read(whole)
+
+
+@pytest.mark.wide
+def test_the_cost_of_the_slow_worker_is_compared_with_the_published_one(tmp_path: Path) -> None:
+    """A slow backward of 500 ms beside three of 200 ms: 1.1 s in place of two forwards and backwards of the mean."""
+    write(tmp_path / "trace-AB.parquet", operations((0, 0)))
+    published = 1.1 / (2 * (0.2 + 0.275))
+    (tmp_path / "result-AB.json").write_text(json.dumps({"blocking_slowdown": published}))
+    row = printed("slowdown", str(tmp_path)).strip().splitlines()[-1]
+    assert [cell.strip() for cell in row.strip("|").split("|")] == ["AB", "1.1579", "1.1579", "+0.00%"]

@@ -55,7 +55,10 @@ class WhatIfStep(TypedDict):
 
 
 class SlowRanks(TypedDict):
-    """What slow ranks cost: step time over that of ranks that work like the median rank in each phase."""
+    """What slow ranks cost: step time over that of ranks that work like the median rank in each phase.
+
+    In a pipeline it is the time of the replayed computation, over that of ranks that compute for the mean time.
+    """
 
     slowdown: Annotated[float, doc("S = T / T_ideal (arXiv 2505.05713).")]
     lost_ratio: Annotated[float, doc("Share of the ranks' time that is lost: 1 - 1 / S.")]

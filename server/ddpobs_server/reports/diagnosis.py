@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 
 from ddpobs import wire
-from ddpobs.whatif.model import Fitted
 from ddpobs.wire.facts import SettingFacts, read_facts
 from ddpobs_server.analysis.account.run_account import RunAccount, account_of
-from ddpobs_server.analysis.communication.fitted_steps import fitted_steps
 from ddpobs_server.analysis.evidence import ColumnsTooLargeError, Evidence
 from ddpobs_server.analysis.finding import Finding, Interval, NotJudged, by_severity
 from ddpobs_server.analysis.findings.registry import FINDINGS
@@ -33,6 +31,7 @@ from ddpobs_server.reports.account_json import (
 from ddpobs_server.reports.judged_steps import JudgedSteps, read_judged_steps
 from ddpobs_server.reports.liveness import all_silent, ends, silent_ns, world_size_of
 from ddpobs_server.reports.read_bins import AttemptBins, read_lateness
+from ddpobs_server.reports.whatif import Modelled, modelled
 from ddpobs_server.store import Source, Store, TooManyRowsError
 
 _EDGE_ROWS = 40_000
@@ -90,10 +89,10 @@ class Diagnosis:
             "telemetry": own_cost_json(evidence.processes),
         }
 
-    def fitted(self, run: str, attempt: str) -> Fitted | str:
+    def modelled(self, run: str, attempt: str) -> Modelled:
         """Return the what-if model of the latest steps, or why there is none."""
         evidence, _, missing = self._gather(run, attempt, self._store.sources(run, attempt), (None, None))
-        return missing[0].reason if missing else fitted_steps(evidence)
+        return Modelled(missing[0].reason, None, ()) if missing else modelled(evidence)
 
     def _gather(
         self, run: str, attempt: str, sources: list[Source], bounds: tuple[int | None, int | None]

@@ -12,7 +12,6 @@ from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ddpobs.whatif.model import Fitted
 from ddpobs_server.reports.account_json import account_json
 from ddpobs_server.reports.attempts import AttemptOutcome, attempt_outcomes
 from ddpobs_server.reports.background import BackgroundDiagnoses
@@ -23,7 +22,7 @@ from ddpobs_server.reports.digests import RunDigests
 from ddpobs_server.reports.outline import DiagnosisOutline
 from ddpobs_server.reports.pipeline import pipeline_response
 from ddpobs_server.reports.run_state import ReportVersion, is_recent, report_version, state_of_run
-from ddpobs_server.reports.whatif import Question, whatif_json
+from ddpobs_server.reports.whatif import Modelled, Question, whatif_json
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Run, Store
 from ddpobs_server.web.run_faults import RunFaults
@@ -61,7 +60,7 @@ class Reports:
         self._outlines: Cache[DiagnosisOutline] = Cache(_OUTLINES)
         self._parts: _Responses = Cache(_CACHED_PARTS)
         self._accounts: _Responses = Cache(_CACHED_ACCOUNTS)
-        self._fitted: Cache[Fitted | str] = Cache(_CACHED_PARTS)
+        self._modelled: Cache[Modelled] = Cache(_CACHED_PARTS)
         self._pipelines: _Responses = Cache(_CACHED_PARTS)
         self._background = BackgroundDiagnoses(self.diagnostics, self.faults)
         self._comparisons: _Responses = Cache(_CACHED_PARTS)
@@ -107,8 +106,8 @@ class Reports:
 
     def whatif(self, run: str, attempt: str, questions: Sequence[Question]) -> dict[str, Any]:
         """Return the predicted steps of an attempt after some changes."""
-        fitted = self._fitted.get((run, attempt), self._version(run), lambda: self._diagnosis.fitted(run, attempt))
-        return {"run": run, "attempt": attempt, **whatif_json(fitted, questions)}
+        known = self._modelled.get((run, attempt), self._version(run), lambda: self._diagnosis.modelled(run, attempt))
+        return {"run": run, "attempt": attempt, **whatif_json(known, questions)}
 
     def compare(self, a: tuple[str, str], b: tuple[str, str], limit: float) -> dict[str, Any]:
         """Compare two attempts, each a run and an attempt; `limit` is the share by which the second may be slower."""

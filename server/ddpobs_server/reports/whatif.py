@@ -9,6 +9,10 @@ from typing import Any
 from ddpobs.shared.quantities import duration
 from ddpobs.whatif.model import Change, Fitted, Prediction
 from ddpobs.whatif.predict import best_caps, predict
+from ddpobs.whatif.repair import Slowdown
+from ddpobs_server.analysis.communication.fitted_steps import fitted_steps
+from ddpobs_server.analysis.evidence import Evidence
+from ddpobs_server.analysis.steps.pipeline import slowdown_of
 
 
 @dataclass(frozen=True)
@@ -24,15 +28,39 @@ class Question:
     seeks_caps: bool = False
 
 
-def whatif_json(fitted: Fitted | str, questions: Sequence[Question]) -> dict[str, Any]:
-    """Return the model, the present step, and an answer to each question."""
+@dataclass(frozen=True)
+class Modelled:
+    """What is known of an attempt's steps.
+
+    Attributes:
+        fitted: The model, or why there is none.
+        slowdown: What slow ranks cost; None if it is not known.
+        phases: The phases of `slowdown`.
+    """
+
+    fitted: Fitted | str
+    slowdown: Slowdown | None
+    phases: tuple[str, ...]
+
+
+def modelled(evidence: Evidence) -> Modelled:
+    """Return the model of the latest steps; of a pipeline, what its slow ranks cost."""
+    fitted = fitted_steps(evidence)
     if isinstance(fitted, str):
-        return {"model": None, "now": None, "slow_ranks": None, "answers": [], "missing": [fitted]}
+        return Modelled(fitted, slowdown_of(evidence.stages, evidence.joined), ("forward", "backward"))
+    return Modelled(fitted, fitted.slowdown, fitted.phases)
+
+
+def whatif_json(known: Modelled, questions: Sequence[Question]) -> dict[str, Any]:
+    """Return the model, the present step, and an answer to each question."""
+    fitted, slow_ranks = known.fitted, _slow_ranks(known)
+    if isinstance(fitted, str):
+        return {"model": None, "now": None, "slow_ranks": slow_ranks, "answers": [], "missing": [fitted]}
     now = predict(fitted, Change())
     return {
         "model": _model(fitted),
         "now": _step(now) if isinstance(now, Prediction) else None,
-        "slow_ranks": _slow_ranks(fitted),
+        "slow_ranks": slow_ranks,
         "answers": [_answer(fitted, question) for question in questions],
         "missing": [now] if isinstance(now, str) else [],
     }
@@ -53,14 +81,14 @@ def _model(fitted: Fitted) -> dict[str, Any]:
     }
 
 
-def _slow_ranks(fitted: Fitted) -> dict[str, Any] | None:
-    if (cost := fitted.slowdown) is None:
+def _slow_ranks(known: Modelled) -> dict[str, Any] | None:
+    if (cost := known.slowdown) is None:
         return None
     return {
         "slowdown": round(cost.total, 4),
         "lost_ratio": round(cost.lost_share, 4),
         "by_rank": [round(each, 4) for each in cost.by_rank.tolist()],
-        "by_phase": dict(zip(fitted.phases, (round(each, 4) for each in cost.by_phase.tolist()), strict=True)),
+        "by_phase": dict(zip(known.phases, (round(each, 4) for each in cost.by_phase.tolist()), strict=True)),
     }
 
 

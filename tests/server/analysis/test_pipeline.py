@@ -11,6 +11,7 @@ from ddpobs_server.analysis.steps.pipeline import (
     Stage,
     expected_bubble,
     reduction,
+    slowdown_of,
     stage_times,
     stages_of,
     within_stages,
@@ -125,3 +126,23 @@ def test_without_spans_the_overlap_is_not_known() -> None:
     columns_of = replica(2)
     empty = columns_of.spans.select(columns_of.spans.step < 0)
     assert reduction(LAST, [RankColumns(columns_of.steps, empty, columns_of.comms)]) is None
+
+
+def test_a_slow_replica_of_a_pipeline_costs_what_its_step_takes_longer() -> None:
+    """S of ranks 0 to 3, of which rank 1, on the first stage, computes 80 ms in place of 40."""
+    stages = stages_of(events("Schedule1F1B"))
+    joined = join(*columns([40, 80, 40, 40]))
+    slowdown = slowdown_of(stages, joined)
+    assert slowdown is not None
+    assert slowdown.by_rank.argmax() == 1
+    assert slowdown.total > 1.2
+    even = slowdown_of(stages, join(*columns([40, 40, 40, 40])))
+    assert even is not None
+    assert even.total == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "held"), [("ScheduleZBVZeroBubble", ("0", "1")), ("Schedule1F1B", ("0,2", "1,3"))]
+)
+def test_the_cost_of_slow_ranks_needs_a_schedule_that_is_replayed(schedule: str, held: tuple[str, str]) -> None:
+    assert slowdown_of(stages_of(events(schedule, held)), join(*columns([40, 80, 40, 40]))) is None

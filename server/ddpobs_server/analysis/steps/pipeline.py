@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.whatif.pipeline import pipeline_slowdown
+from ddpobs.whatif.repair import Slowdown
 from ddpobs.whatif.schedule import predicted_schedule_ns
 from ddpobs.wire.facts import PipelineFacts, facts_of
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
@@ -22,6 +24,8 @@ EVENT = "pipeline"
 """Kind of the event by which a rank reports its schedule."""
 _EQUAL_STAGES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B")
 """Schedules whose bubble follows the formula of `expected_bubble`."""
+_REPLAYED = ("ScheduleGPipe", "Schedule1F1B", "Megatron")
+"""Schedules whose order of operations is replayed, with one stage on each rank; Megatron's is 1F1B."""
 _HIDDEN_NS = 200_000
 """Minimum wait for the next step's first receive that shows that the earlier stages were still at work."""
 
@@ -176,6 +180,25 @@ def within_stages(joined: JoinedSteps, stages: Sequence[Stage]) -> JoinedSteps:
     own_ns += _lower_median(joined.own_ns)
     phases_ns += _lower_median(joined.phases_ns)
     return replace(joined, own_ns=np.maximum(0.0, own_ns), phases_ns=phases_ns)
+
+
+def slowdown_of(stages: Sequence[Stage], joined: JoinedSteps) -> Slowdown | None:
+    """Return what slow ranks of a pipeline cost; None without a schedule and steps that can be replayed.
+
+    `by_rank` is in the order of `joined.ranks`, `by_phase` the forward's and the backward's.
+    """
+    if not stages or not len(joined) or stages[0].schedule not in _REPLAYED:
+        return None
+    if any(len(stage.held) > 1 or len(stage.ranks) != len(stages[0].ranks) for stage in stages):
+        return None
+    ranks = np.array([stage.ranks for stage in stages]).T
+    if not np.array_equal(np.sort(ranks, axis=None), joined.ranks):
+        return None
+    own_ns = joined.phases_ns[:, np.searchsorted(joined.ranks, ranks)]
+    forward_ns, backward_ns = (own_ns[..., wire.OWN_PHASES.index(phase)] for phase in ("forward", "backward"))
+    is_gpipe = stages[0].schedule == "ScheduleGPipe"
+    slowdown = pipeline_slowdown(forward_ns, backward_ns, stages[0].micro_batches, forwards_first=is_gpipe)
+    return replace(slowdown, by_rank=slowdown.by_rank.reshape(-1)[np.argsort(ranks, axis=None)])
 
 
 def _lower_median(values: Floats) -> Floats:
