@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from bokeh.embed import file_html
 from bokeh.layouts import row
-from bokeh.models import ColumnDataSource
+from bokeh.models import ColumnDataSource, Range1d
 from bokeh.models.annotations.geometry import BoxAnnotation, Slope, Whisker
 from bokeh.plotting import figure
 from bokeh.resources import INLINE
@@ -117,6 +118,9 @@ def _steps(rows: Sequence[dict[str, Any]]) -> figure:
 def _errors(rows: Sequence[dict[str, Any]]) -> figure:
     plot = _plot(rows, f"Error of the prediction, with its interval; shaded: ± {_GOAL:g} %", "_error")
     plot.yaxis.axis_label = "predicted above measured, %"
+    sources = _sources(rows).values()
+    lows, highs = (np.concatenate([source.data[f"{end}_error"] for source in sources]) for end in ("low", "high"))
+    plot.y_range = Range1d(start=1.1 * lows.min(), end=1.1 * highs.max())
     plot.add_layout(Slope(gradient=0, y_intercept=0, line_color="#7b8794", line_dash="dashed"))
     plot.add_layout(BoxAnnotation(bottom=-_GOAL, top=_GOAL, fill_color="#94a3b8", fill_alpha=0.15))
     plot.legend.visible = False

@@ -38,8 +38,9 @@ def _kept(effect: float) -> float:
     return kept / _TRIALS
 
 
-def test_a_candidate_without_a_gain_is_kept_in_at_most_5_percent_of_trials() -> None:
-    assert _kept(1.0) <= 0.05
+def test_a_candidate_without_a_gain_is_kept_in_at_most_2_5_percent_of_trials() -> None:
+    """The margin is that of 800 trials. Seven looks at a 95 % interval keep 4.5 %."""
+    assert _kept(1.0) <= 0.03
 
 
 def test_a_candidate_that_saves_5_percent_is_mostly_kept() -> None:
