@@ -33,7 +33,7 @@ def test_a_slider_predicts_the_step_and_draws_it_below_the_present_one(browser: 
     predicted = get(url, "/runs/sliders/whatif", link_factor=2)["answers"][0]["prediction"]
     assert f"{predicted['step_ns'] / 1e6:.3g} ms a step" in text
     assert predicted["words"] in text
-    titles = visit.page.locator("#whatif-picture text").all_text_contents()
+    titles = visit.page.locator("#whatif-picture figcaption").all_text_contents()
     assert [title.split(":")[0] for title in titles] == ["now", "after"]
     assert visit.page.locator("#whatif-picture .whatif-exposed_comm").count() == 4
     assert "whatif=link_factor%3D2" in visit.page.url

@@ -100,7 +100,7 @@ async function answer(chosen = query()) {
   byId("whatif-answer").textContent = sentence(response, found, chosen.size > 0);
   const rows = response.now ? [["now", response.now]] : [];
   if (found?.prediction && chosen.size > 0) rows.push(["after", found.prediction]);
-  byId("whatif-picture").replaceChildren(...(rows.length ? [picture(rows)] : []));
+  byId("whatif-picture").replaceChildren(...picture(rows));
 }
 
 function sentence({ now, missing }, found, isChange) {
@@ -113,32 +113,28 @@ function sentence({ now, missing }, found, isChange) {
 
 const milliseconds = (ns) => `${Number((ns / 1e6).toPrecision(3))} ms`;
 
-// A bar for each step on one scale: the computation around the gradients, the gradients, and each transfer below them.
+// A titled bar for each step on one scale.
 function picture(rows) {
   const longest = Math.max(...rows.map(([, step]) => Math.max(step.step_ns, ...step.done_ns)));
-  const scale = (ns) => (WIDTH * ns) / longest;
-  const drawn = rows.flatMap(([title, step], index) => bar(title, step, scale, index * (2 * ROW + 18)));
-  const height = rows.length * (2 * ROW + 18);
-  const label = rows.map(([title, step]) => `${title}: ${milliseconds(step.step_ns)} a step`).join(", ");
-  return svg("svg", { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": label }, ...drawn);
+  return rows.map(([when, step]) => {
+    const count = step.bucket_bytes.length;
+    const title = `${when}: ${milliseconds(step.step_ns)}, ${count} ${count === 1 ? "bucket" : "buckets"}`;
+    return element("figure", {}, element("figcaption", {}, title), bar(title, step, (ns) => (WIDTH * ns) / longest));
+  });
 }
 
-function bar(title, step, scale, top) {
+// The computation around the gradients, the gradients, and each transfer below them; only the width follows the screen's.
+function bar(title, step, scale) {
   const end = Math.max(...step.done_ns);
   const before = Math.max(0, step.step_ns - end); // The rest of the step is drawn before its first gradient.
   const last = Math.max(...step.ready_ns);
-  const count = step.bucket_bytes.length;
-  const names = `${title}: ${milliseconds(step.step_ns)}, ${count} ${count === 1 ? "bucket" : "buckets"}`;
-  const nodes = [
-    svg("text", { x: 0, y: top + 12, class: "whatif-title" }, names),
-    rectangle("other", 0, before, top + 16),
-    rectangle("backward", before, before + last, top + 16),
-  ];
-  for (let bucket = 0; bucket < Math.min(count, MAX_BUCKETS); bucket++) {
+  const nodes = [rectangle("other", 0, before, 0), rectangle("backward", before, before + last, 0)];
+  for (let bucket = 0; bucket < Math.min(step.bucket_bytes.length, MAX_BUCKETS); bucket++) {
     const [begin, done] = [before + step.begun_ns[bucket], before + step.done_ns[bucket]];
-    nodes.push(rectangle("exposed_comm", begin, done, top + 16 + ROW));
+    nodes.push(rectangle("exposed_comm", begin, done, ROW));
   }
-  return nodes;
+  const frame = { viewBox: `0 0 ${WIDTH} ${2 * ROW}`, preserveAspectRatio: "none", role: "img", "aria-label": title };
+  return svg("svg", frame, ...nodes);
 
   function rectangle(part, from, to, y) {
     const width = Math.max(0.5, scale(to - from) - 0.5);
