@@ -119,11 +119,16 @@ function picture(rows) {
   return rows.map(([when, step]) => {
     const count = step.bucket_bytes.length;
     const title = `${when}: ${milliseconds(step.step_ns)}, ${count} ${count === 1 ? "bucket" : "buckets"}`;
-    return element("figure", {}, element("figcaption", {}, title), bar(title, step, (ns) => (WIDTH * ns) / longest));
+    return element(
+      "figure",
+      {},
+      element("figcaption", {}, title),
+      bar(title, step, (ns) => (WIDTH * ns) / longest),
+    );
   });
 }
 
-// The computation around the gradients, the gradients, and each transfer below them; only the width follows the screen's.
+// The computation around the gradients, the gradients, and each transfer below them, as wide as the screen.
 function bar(title, step, scale) {
   const end = Math.max(...step.done_ns);
   const before = Math.max(0, step.step_ns - end); // The rest of the step is drawn before its first gradient.
