@@ -20,13 +20,13 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
 from ddpobs.comm.side_groups import create_named, timeout_of
-from ddpobs.errors import HorovodInternalError, MismatchError
+from ddpobs.errors import HorovodError, HorovodInternalError, MismatchError
 from ddpobs.horovod.board import Board, Entry, Verdict, find_deadlock, find_mismatch
 from ddpobs.horovod.calls import Call, facts_of, summary
 from ddpobs.horovod.failures import failures_as_internal_errors
@@ -64,6 +64,14 @@ class _Place:
         self.next: _Place = self
 
 
+class Running(Protocol):
+    """A collective that was started."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is not complete."""
+
+
 class Agreement:
     """The agreement of a process group's ranks on their collectives.
 
@@ -89,6 +97,7 @@ class Agreement:
         self._places: dict[tuple[Any, ...], _Place] = {}
         self._latest: deque[Any] = deque(maxlen=_CONTEXT)
         self._call: Call | None = None
+        self._running: WeakValueDictionary[Key, Running] = WeakValueDictionary()
         self._agreed = 0
         self._mismatches = 0
         self._used_keys: list[str] = []
@@ -107,9 +116,12 @@ class Agreement:
             always: Exchange it even if it is the predicted one, so that no rank waits in it for ranks that do not come.
 
         Raises:
+            HorovodError: One of the same function and name is running.
             MismatchError: The ranks called different ones. Raised on every rank of the group.
             HorovodInternalError: A rank has left, or did not come in time.
         """
+        if key[1] is not None:
+            self._refuse_taken_name(key)
         if always or self._place.key != key:
             call: Any = key if build is None else build()
             self._exchange(call)
@@ -118,6 +130,20 @@ class Agreement:
         self._place = self._place.next
         self._latest.append(key[1] or key)
         self.started += 1
+
+    def takes_name(self, running: Running) -> None:
+        """The collective that was checked last is running: its name, if it has one, is taken until it is complete."""
+        assert self._call is not None
+        if self._call.name is not None:
+            self._running[self._call[:2]] = running
+
+    def _refuse_taken_name(self, key: Key) -> None:
+        first = self._running.get(key[:2])
+        if first is not None and first.is_running:
+            raise HorovodError(
+                f"{key[0]} {key[1]!r} was started and is not complete: wait for it with synchronize(), or give the "
+                "second one another name"
+            )
 
     def _exchange(self, call: Call) -> None:
         if len(self.ranks) == 1:

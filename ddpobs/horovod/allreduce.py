@@ -16,7 +16,7 @@ from ddpobs.horovod.agreement import Agreement
 from ddpobs.horovod.calls import Call, described
 from ddpobs.horovod.compression import Compression, Compressor
 from ddpobs.horovod.dtypes import check_reducible
-from ddpobs.horovod.handle import Handle, synchronize
+from ddpobs.horovod.handle import Handle, started, synchronize
 from ddpobs.horovod.operations import (
     TORCH_OPS,
     Average,
@@ -88,7 +88,12 @@ def start_allreduce(
     agreed.check(key, build)
     for tensor in tensors:
         check_reducible(tensor.dtype, op, function, agreed.group)
-    return [_start_reduction(tensor, op, prescale_factor, postscale_factor, agreed) for tensor in tensors]
+    names = [name] if len(tensors) == 1 else [numbered(name, index) for index in range(len(tensors))]
+    operation = function.removeprefix("grouped_")
+    return [
+        started(_start_reduction(tensor, op, prescale_factor, postscale_factor, agreed), operation, tensor, one)
+        for tensor, one in zip(tensors, names, strict=True)
+    ]
 
 
 def _start_reduction(
@@ -203,7 +208,5 @@ def sparse_allreduce_async(
     check_reducible(tensor.dtype, op, "sparse_allreduce", agreed.group)
     total = tensor.detach().coalesce().clone()
     work = dist.all_reduce(total, group=agreed.group, async_op=True)
-    return Handle([work], lambda: total / process_set.size() if op == Average else total, agreed, tensor.is_cuda)
-
-
-# ---------------------------------------------------------------------- other collectives
+    handle = Handle([work], lambda: total / process_set.size() if op == Average else total, agreed, tensor.is_cuda)
+    return started(handle, "allreduce", tensor, name)

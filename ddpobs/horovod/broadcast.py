@@ -54,7 +54,7 @@ def _broadcast(function: str, named: list[tuple[str, torch.Tensor]], root_rank: 
     """Broadcast tensors, on which the ranks agree together."""
     tensors = tuple([described(tensor, name) for name, tensor in named])
     agreed = start(Call(function, None, (("root_rank", int(root_rank)),), tensors), process_set)
-    handles = [start_broadcast(tensor, root_rank, agreed) for _, tensor in named]
+    handles = [start_broadcast(tensor, root_rank, name or None, agreed) for name, tensor in named]
     for handle in handles:
         handle.wait()
 
@@ -67,14 +67,18 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copy the state and hyperparameters of `root_rank`'s optimizer to every rank, where the state may be empty.
 
+    Where it is empty, parameters without a gradient get zeros, as Horovod leaves them.
+
     Args:
         optimizer: An optimizer of the same parameters on every rank.
         root_rank: The rank that sends.
-        model: No effect.
+        model: The module whose `Embedding(sparse=True)` get sparse zeros.
         process_set: The ranks that take part.
     """
     is_root = dist.get_rank() == root_rank
     state = optimizer.state_dict()
+    if not state["state"]:
+        _make_gradients(optimizer, model)
     templates = broadcast_object(
         pytree.tree_map_only(torch.Tensor, lambda tensor: _Template(tensor.to("meta"), tensor.device.type), state),
         root_rank,
@@ -89,6 +93,16 @@ def broadcast_optimizer_state(
     _broadcast("broadcast_optimizer_state", [("", tensor) for tensor in tensors], root_rank, process_set)
     if not is_root:
         optimizer.load_state_dict(state)
+
+
+def _make_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
+    modules = [] if model is None else model.modules()
+    sparse = {id(each.weight) for each in modules if isinstance(each, torch.nn.Embedding) and each.sparse}
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if parameter.requires_grad and parameter.grad is None:
+            zeros = torch.zeros_like(parameter)
+            is_sparse = isinstance(optimizer, torch.optim.SparseAdam) or id(parameter) in sparse
+            parameter.grad = zeros.to_sparse(1) if is_sparse else zeros
 
 
 @dataclass(frozen=True)

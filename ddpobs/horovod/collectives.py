@@ -19,7 +19,7 @@ from ddpobs.horovod.allreduce import allreduce, start_allreduce
 from ddpobs.horovod.calls import Call, described, described_rows
 from ddpobs.horovod.compression import Compression, Compressor
 from ddpobs.horovod.dtypes import as_movable
-from ddpobs.horovod.handle import Handle, synchronize, wait_for
+from ddpobs.horovod.handle import Handle, started, synchronize, wait_for
 from ddpobs.horovod.operations import (
     Average,
     Sum,
@@ -54,7 +54,7 @@ def _gather(tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> 
     parts = [torch.empty_like(padded) for _ in lengths]
     work = dist.all_gather([as_movable(part) for part in parts], as_movable(padded), group=group, async_op=True)
     finish = lambda: torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])  # noqa: E731
-    return Handle([work], finish, agreed, on_gpu), lengths
+    return started(Handle([work], finish, agreed, on_gpu), "allgather", tensor, name), lengths
 
 
 def allgather(
@@ -94,14 +94,15 @@ def broadcast_async_(
 ) -> Handle:
     """Start to copy `root_rank`'s values into every rank's tensor; the global rank, also in a process set."""
     call = Call("broadcast", name, (("root_rank", int(root_rank)),), (described(tensor),))
-    return start_broadcast(tensor, root_rank, start(call, process_set))
+    return start_broadcast(tensor, root_rank, name, start(call, process_set))
 
 
-def start_broadcast(tensor: torch.Tensor, root_rank: int, agreed: Agreement) -> Handle:
+def start_broadcast(tensor: torch.Tensor, root_rank: int, name: str | None, agreed: Agreement) -> Handle:
     """Start a broadcast on which the ranks have agreed."""
     dense = tensor.detach().contiguous()
     work = dist.broadcast(as_movable(dense), root_rank, group=agreed.group, async_op=True)
-    return Handle([work], lambda: write_back(tensor, dense), agreed, tensor.is_cuda)
+    handle = Handle([work], lambda: write_back(tensor, dense), agreed, tensor.is_cuda)
+    return started(handle, "broadcast", tensor, name)
 
 
 def broadcast_async(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Handle:
@@ -168,7 +169,7 @@ def _exchange(
         row_bytes = tensor.element_size() * math.prod(tensor.shape[1:])
         rows, counts = [row_bytes * count for count in rows], [row_bytes * count for count in counts]
     work = dist.all_to_all_single(target, source, rows, counts, group=group, async_op=True)
-    return Handle([work], lambda: result, agreed, on_gpu), received
+    return started(Handle([work], lambda: result, agreed, on_gpu), "alltoall", tensor, name), received
 
 
 def alltoall(
@@ -197,20 +198,30 @@ def reducescatter_async(
     name: str | None = None,
     op: str | None = None,
     process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
 ) -> Handle:
     """Start a reduction that gives each rank its share of rows; if uneven, the first ranks get one row more.
 
     Raises:
-        HorovodError: Neither Sum nor Average.
+        HorovodError: Neither Sum nor Average, or a tensor without rows.
     """
-    return _scatter(tensor.detach().clone(), name, op, process_set, Compression.none)
+    factors = (prescale_factor, postscale_factor)
+    return _scatter(tensor.detach().clone(), name, op, factors, process_set, Compression.none)
 
 
 def _scatter(
-    tensor: torch.Tensor, name: str | None, op: str | None, process_set: ProcessSet, compression: type[Compressor]
+    tensor: torch.Tensor,
+    name: str | None,
+    op: str | None,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    compression: type[Compressor],
 ) -> Handle:
     op = sum_or_average(op, "reducescatter")
-    (handle,) = start_allreduce("reducescatter", [tensor], name, op, process_set=process_set, compression=compression)
+    if tensor.ndim == 0:
+        raise HorovodError("reducescatter: expected a tensor with rows, got a scalar: use allreduce")
+    (handle,) = start_allreduce("reducescatter", [tensor], name, op, *factors, process_set, compression=compression)
     index, parts = process_set.rank(), process_set.size()
     return handle.then(lambda result: result.tensor_split(parts)[index].clone())
 
@@ -221,19 +232,23 @@ def reducescatter(
     compression: type[Compressor] = Compression.none,
     op: str | None = None,
     process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
 ) -> torch.Tensor:
     """As `reducescatter_async`, with compression, but waits.
 
-    Its gradient is the concatenation of all ranks' gradients; for Sum multiplied by the number of ranks.
+    Its gradient is the concatenation of all ranks' gradients, scaled by both factors; for Sum multiplied by the number
+    of ranks.
     """
+    factors = (prescale_factor, postscale_factor)
 
     def reduce_scatter(value: torch.Tensor) -> torch.Tensor:
         small, context = compression.compress(value.detach().clone())
-        return compression.decompress(_scatter(small, name, op, process_set, compression).wait(), context)
+        return compression.decompress(_scatter(small, name, op, factors, process_set, compression).wait(), context)
 
     def back(gradient: torch.Tensor) -> torch.Tensor:
-        scaled = gradient * process_set.size() if op == Sum else gradient
-        return allgather(scaled, process_set=process_set)
+        scale = prescale_factor * postscale_factor * (process_set.size() if op == Sum else 1)
+        return allgather(gradient * scale, process_set=process_set)
 
     return differentiable(tensor, reduce_scatter, back)
 

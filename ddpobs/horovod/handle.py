@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from ddpobs.errors import MismatchError
-from ddpobs.horovod import agreement
+from ddpobs.horovod import agreement, timeline
 from ddpobs.horovod.failures import failures_as_internal_errors
 
 
@@ -20,7 +22,7 @@ class Handle:
         on_gpu: Whether the works are a GPU's, for which the host does not wait.
     """
 
-    __slots__ = ("_failure", "_finish", "_look", "agreed", "on_gpu", "works")
+    __slots__ = ("__weakref__", "_ended", "_failure", "_finish", "_look", "agreed", "on_gpu", "works")
 
     def __init__(
         self, works: Sequence[Any], finish: Callable[[], Any], agreed: agreement.Agreement, on_gpu: bool
@@ -28,6 +30,12 @@ class Handle:
         self.works, self._finish, self.agreed, self.on_gpu = list(works), finish, agreed, on_gpu
         self._look: agreement.Look | None = None
         self._failure: MismatchError | None = None
+        self._ended = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this rank has not waited for the collective, and it is not complete."""
+        return not (self._ended or all(work.is_completed() for work in self.works))
 
     def poll(self) -> bool:
         """Whether `wait` would return or raise at once."""
@@ -60,6 +68,7 @@ class Handle:
         """
         if self._failure is not None:
             raise self._failure
+        self._ended = True
         try:
             wait_for(self.works, self.agreed, self.on_gpu)
         except MismatchError as error:
@@ -70,6 +79,10 @@ class Handle:
         self._finish = lambda: result
         return result
 
+    def __call__(self) -> Any:
+        """As `wait`: Horovod's handles of sparse reductions are functions."""
+        return self.wait()
+
 
 def wait_for(works: Sequence[Any], agreed: agreement.Agreement, on_gpu: bool) -> None:
     """Wait for works. On the host they may turn out to belong to different collectives."""
@@ -79,6 +92,25 @@ def wait_for(works: Sequence[Any], agreed: agreement.Agreement, on_gpu: bool) ->
                 work.wait()
             else:
                 agreed.wait(work)
+
+
+def started(handle: Handle, operation: str, tensor: torch.Tensor, name: str | None) -> Handle:
+    """Return the handle of a collective that was just started.
+
+    Its name is taken while it runs, and a timeline records it.
+
+    Args:
+        handle: The collective.
+        operation: What it does, in Horovod's words, such as `allreduce`.
+        tensor: The tensor that takes part.
+        name: Its name; None for none.
+    """
+    agreed = handle.agreed
+    agreed.takes_name(handle)
+    if (current := timeline.current()) is not None:
+        lane = None if name is None else f"{operation}.{name}"
+        current.follow(handle.works[0], agreed.key, agreed.ranks, agreed.group.name(), operation, tensor, lane)
+    return handle
 
 
 def poll(handle: Handle) -> bool:

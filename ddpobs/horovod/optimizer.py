@@ -79,7 +79,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         gradient_predivide_factor: With Average, the divisor before the sum; the rest of the division follows the sum.
         num_groups: Number of groups in which the parameters are reduced.
         groups: Number of groups, or the parameters of each group; the parameters of a group travel together.
-        sparse_as_dense: Leave sparse gradients dense after the reduction. They travel dense in either case.
+        sparse_as_dense: No effect: sparse gradients always travel dense, and are sparse again after the reduction.
         process_set: The ranks that take part.
         telemetry: As in `ddpobs.DistributedDataParallel`.
 
@@ -101,7 +101,6 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     for attribute, hooks in vars(optimizer).items():
         if attribute.startswith("_optimizer_") and attribute.endswith("_hooks"):  # The same tables: handles stay valid.
             setattr(wrapper, attribute, hooks)
-    wrapper._sparse_as_dense = sparse_as_dense
     wrapper._connect = partial(
         _connect,
         named_parameters=named_parameters,
@@ -223,7 +222,6 @@ class _Distributed(torch.optim.Optimizer):
     _release: Callable[[], Any]
     _passes = 1
     _recorder: ModuleObserver | None = None
-    _sparse_as_dense = False
     _frozen: Sequence[torch.nn.Parameter] = ()
     _synchronized = False
     _should_synchronize = True
@@ -243,8 +241,7 @@ class _Distributed(torch.optim.Optimizer):
         else:
             with failures_as_internal_errors():
                 self._reducer.synchronize()
-            if not self._sparse_as_dense:
-                self._reducer.sparse_again()
+            self._reducer.sparse_again()
         self._synchronized = True
 
     def _check_frozen(self) -> None:
@@ -297,8 +294,8 @@ class _Distributed(torch.optim.Optimizer):
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
-                    "step() after synchronize() synchronises once more: put it into `with "
-                    "optimizer.skip_synchronize():`",
+                    "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): the "
+                    "gradients are reduced twice. Call it inside of `with optimizer.skip_synchronize():`",
                     stacklevel=2,
                 )
             if closure is None:

@@ -23,6 +23,7 @@ from ddpobs.reducer.readiness import Hook
 from ddpobs.reducer.reducer import Reducer
 from ddpobs.reducer.settings import Settings
 from ddpobs.torch_seam import autograd
+from ddpobs.torch_seam.collectives import name_of, ranks_of
 
 
 class OptimizerReducer(FrontEnd):
@@ -93,6 +94,7 @@ class OptimizerReducer(FrontEnd):
             wrap_hook=self._wrap_hook,
         )
         self._readiness = self.core.readiness
+        self._stream = f"optimizer/{name_of(group)}"
 
     @property
     def under_way(self) -> bool:
@@ -127,7 +129,7 @@ class OptimizerReducer(FrontEnd):
         """Take part in the other ranks' synchronisation, as a rank that is out of data."""
         zero_participation.participate(self.core)
         if (current := timeline.current()) is not None:
-            current.add(self._new_timing())  # It stays empty: the ranks have to count alike.
+            current.add(self._new_timing(), self._stream)  # It stays empty: the ranks have to count alike.
         if (device := self.parameters[0].device).type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # Or `join` runs ahead of the ranks that train.
         self.synchronised += 1
@@ -206,7 +208,7 @@ class OptimizerReducer(FrontEnd):
             current, timed = timeline.current(), self._timed
             self._timed = None
             if current is not None:
-                current.add(timed)
+                current.add(timed, self._stream)
 
     @override
     def parameters_added(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -215,8 +217,8 @@ class OptimizerReducer(FrontEnd):
 
     def _new_timing(self) -> timeline.Reduction:
         members = [bucket.members for bucket in self.core.buckets]
-        activity = f"{self.core.group.name().upper()}_ALLREDUCE"
-        return timeline.Reduction(self.names, self.parameters, members, activity)
+        ranks = ranks_of(self.core.group)
+        return timeline.Reduction(self.names, self.parameters, members, self.core.group.name(), ranks)
 
     # ------------------------------------------------------------------ sparse gradients
 

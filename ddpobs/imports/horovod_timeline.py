@@ -8,6 +8,7 @@ a mark for each rank; `ALLREDUCE` is the reduction, and its end has dtype and sh
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,9 +138,14 @@ def read(path: Path, advance: Callable[[int], object] = lambda _: None) -> list[
 
 
 def _whole_steps(tensors: list[_Tensor], ranks: list[int]) -> list[list[_Reduction]]:
-    """The reductions of each step in which all ranks took part: one that has joined launches nothing."""
-    steps: list[list[_Reduction]] = [[] for _ in range(max(len(tensor.reductions) for tensor in tensors))]
-    for tensor in tensors:
+    """The reductions of each step in which all ranks took part: one that has joined launches nothing.
+
+    Most tensors are gradients, and are reduced once a step. A tensor that is reduced more often is none.
+    """
+    counts = Counter(len(tensor.reductions) for tensor in tensors)
+    steps_taken = max(counts, key=lambda reductions: (counts[reductions], reductions))
+    steps: list[list[_Reduction]] = [[] for _ in range(steps_taken)]
+    for tensor in (tensor for tensor in tensors if len(tensor.reductions) <= steps_taken):
         for step, one in zip(steps, tensor.reductions, strict=False):
             step.append(one)
     return [step for step in steps if all(len(one.launched_ns) == len(ranks) for one in step)]

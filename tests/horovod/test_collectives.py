@@ -172,3 +172,17 @@ def test_every_rank_starts_with_the_roots_state() -> None:
     assert first[1] == 0.1
     assert len(first[2]) == 6
     assert first[3]
+
+
+def zeros(rank: int, ranks: int) -> list[Any]:
+    hvd.init()
+    model = nn.ModuleDict({"table": nn.Embedding(4, 2, sparse=True), "layer": nn.Linear(2, 2)})
+    model["layer"].bias.requires_grad_(False)
+    hvd.broadcast_optimizer_state(torch.optim.SGD(model.parameters(), lr=0.1), root_rank=0, model=model)
+    gradients = [(name, parameter.grad) for name, parameter in model.named_parameters()]
+    return [(name, one is not None and (one.is_sparse, float(one.to_dense().sum()))) for name, one in gradients]
+
+
+def test_a_broadcast_of_an_empty_state_leaves_zeros_as_gradients() -> None:
+    expected = [("table.weight", (True, 0.0)), ("layer.weight", (False, 0.0)), ("layer.bias", False)]
+    assert run_ranks(zeros, 2) == [expected] * 2

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 import ddpobs.horovod as hvd
@@ -31,7 +32,7 @@ def handles(rank: int, ranks: int) -> dict[str, Any]:
         "sparse sum": hvd.sparse_allreduce_async(rows(rank), "rows", hvd.Sum),
         "sparse average": hvd.sparse_allreduce_async(rows(rank), "rows", hvd.Average),
     }
-    results = {name: hvd.synchronize(handle) for name, handle in results.items()}
+    results = {name: handle() if "sparse" in name else hvd.synchronize(handle) for name, handle in results.items()}
     results = {name: result.to_dense() if "sparse" in name else result for name, result in results.items()}
     results["gathered group"] = hvd.grouped_allgather([values[:1], values[1:3]])
     results["scattered group"] = hvd.grouped_reducescatter([values, values + 1], op=hvd.Sum)
@@ -66,6 +67,27 @@ def test_handles_return_the_result_and_leave_the_input_unchanged() -> None:
         assert "got Max" in results["sparse maximum"]
         assert "got Max" in results["scattered maximum"]
         assert "expected 2 splits" in results["too few splits"]
+
+
+def named_alike(rank: int, ranks: int) -> Any:
+    """Rank 1 comes when rank 0 has tried to take the name of a running reduction."""
+    hvd.init()
+    store = dist.distributed_c10d._get_default_store()
+    for _ in range(20):  # So that the next call starts without an exchange.
+        hvd.allreduce(torch.ones(2), name="loss")
+    if rank == 1:
+        store.wait(["refused"])
+        return hvd.allreduce(torch.ones(2), name="loss").tolist()
+    handle = hvd.allreduce_async(torch.ones(2), name="loss")
+    refused = raised(HorovodError, lambda: hvd.allreduce_async(torch.ones(2), name="loss"))
+    store.set("refused", "")
+    return refused, hvd.synchronize(handle).tolist()
+
+
+def test_a_name_is_refused_while_its_collective_runs() -> None:
+    (refused, mean), other = run_ranks(named_alike, 2)
+    assert refused.startswith("allreduce 'loss' was started and is not complete")
+    assert mean == other == [1, 1]
 
 
 def in_place(rank: int, ranks: int) -> dict[str, tuple[bool, list[Any]]]:
@@ -162,9 +184,17 @@ def scattered(rank: int, ranks: int) -> dict[str, Any]:
     leaf = values.clone().requires_grad_()
     half = hvd.reducescatter(leaf, "named", hvd.Compression.fp16, hvd.Sum)
     half.sum().backward()
+    factored = values.clone().requires_grad_()
+    scaled = hvd.reducescatter(factored, op=hvd.Sum, prescale_factor=2.0, postscale_factor=3.0)
+    scaled.sum().backward()
+    factors = {"prescale_factor": 2.0, "postscale_factor": 3.0}
     results: dict[str, Any] = {
         "by place": half.detach(),
         "gradient": leaf.grad,
+        "scaled": scaled.detach(),
+        "scaled gradient": factored.grad,
+        "scaled later": hvd.synchronize(hvd.reducescatter_async(values, op=hvd.Sum, **factors)),
+        "scaled group": hvd.grouped_reducescatter([values], op=hvd.Sum, **factors),
         "group": hvd.synchronize(hvd.grouped_reducescatter_async([values, values + 1], op=hvd.Sum)),
         "gathered group": hvd.synchronize(hvd.grouped_allgather_async([values[:1], values[1:3]])),
         "compressed group": hvd.grouped_reducescatter([values], compression=hvd.Compression.fp16),
@@ -177,6 +207,10 @@ def test_a_reducescatter_takes_a_compression_where_horovods_does_and_groups_have
         assert results == {
             "by place": [[1, 3], [5, 7]][rank],
             "gradient": [2, 2, 2, 2],
+            "scaled": [[6, 18], [30, 42]][rank],
+            "scaled gradient": [12, 12, 12, 12],
+            "scaled later": [[6, 18], [30, 42]][rank],
+            "scaled group": [[[6, 18]], [[30, 42]]][rank],
             "group": [[[1, 3], [3, 5]], [[5, 7], [7, 9]]][rank],
             "gathered group": [[0, 1], [1, 2, 2, 3]],
             "compressed group": [[[0.5, 1.5]], [[2.5, 3.5]]][rank],

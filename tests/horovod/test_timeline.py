@@ -63,6 +63,39 @@ def test_the_timeline_has_horovods_events(tmp_path: Path) -> None:
     assert sum(b.size_bytes for b in first.layouts[0].buckets) == 4 * sum(p.numel() for p in net().parameters())
 
 
+def called(rank: int, ranks: int, folder: str) -> None:
+    hvd.init()
+    pair = hvd.add_process_set([0, 1])
+    hvd.start_timeline(str(Path(folder) / f"timeline-{rank}.json"))
+    for _ in range(2):
+        hvd.allreduce(torch.ones(3), name="loss")
+    handles = [hvd.broadcast_async(torch.ones(2, dtype=torch.int32), 0) for _ in range(2)]
+    for handle in handles:
+        hvd.synchronize(handle)
+    if rank < 2:
+        hvd.reducescatter(torch.ones(4), name="part", process_set=pair)
+    hvd.allgather(torch.ones(rank + 1), name="rows")
+    hvd.stop_timeline()
+
+
+def test_the_timeline_has_collectives_that_a_script_calls(tmp_path: Path) -> None:
+    run_ranks(called, 3, str(tmp_path))
+    events = read_events(tmp_path)
+    lanes = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+    named = [(lanes[event["pid"]], event.get("name"), event["ph"]) for event in events if event["ph"] in "BX"]
+    assert [name for lane, name, kind in named if lane == "allreduce.loss" and kind == "B"] == [
+        *("NEGOTIATE_ALLREDUCE", "ALLREDUCE", "GLOO_ALLREDUCE") * 2
+    ]
+    assert {lane for lane, name, _ in named if name == "GLOO_BROADCAST"} <= {"broadcast.noname.1", "broadcast.noname.2"}
+    assert sum(name == "GLOO_BROADCAST" for _, name, _ in named) == 2
+    marks = {lane: sorted(str(name) for one, name, kind in named if one == lane and kind == "X") for lane, *_ in named}
+    assert marks["reducescatter.part"] == ["0", "1"]
+    assert marks["allgather.rows"] == ["0", "1", "2"]
+    for lane, name in lanes.items():
+        ours = [event for event in events if event["pid"] == lane and event["ph"] in "BXE"]
+        assert ours == sorted(ours, key=lambda event: event["ts"]), name
+
+
 def joined(rank: int, ranks: int, folder: str) -> None:
     hvd.init()
     model = net()
