@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -20,11 +21,13 @@ from benchmarks.broken import FAULTS
 from benchmarks.diagnosis.tables import table as diagnosis_table
 from benchmarks.models import MODELS
 from benchmarks.pairs import Ratio, ratio
+from benchmarks.paper.experiments import EXPERIMENTS
+from benchmarks.paper.tables import claims
 from benchmarks.tables import compare, rows_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "docs" / "measurements.md", ROOT / "docs" / "methods" / "diagnosis-truth.md")
+PAGES = tuple(ROOT / "docs" / name for name in ("measurements.md", "methods/diagnosis-truth.md", "paper.md"))
 _MARK = re.compile(r"<!-- table: ([\w-]+) -->\n(?:.+\n)*")
 
 
@@ -330,6 +333,11 @@ def _costs(read: dict[str, float]) -> list[str]:
     return [f"{read[name]:,.1f}" for name in ("mb", "processor_s", "peak_mb")]
 
 
+def _paper(experiment: str) -> str:
+    found = files(f"paper/{experiment}")
+    return claims(json.loads(found[-1].read_text())) if found else NOT_MEASURED
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "step": _steps,
     "unused": lambda: _rows(newest("overhead-unused")["settings"], (2,), "unused", _UNUSED),
@@ -352,6 +360,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "diagnosis-cases": lambda: _diagnosis(0),
     "diagnosis-sums": lambda: _diagnosis(1),
     "diagnosis-alarms": lambda: _diagnosis(2),
+    **{f"paper-{experiment}": partial(_paper, experiment) for experiment in EXPERIMENTS},
 }
 
 

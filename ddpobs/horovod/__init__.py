@@ -153,6 +153,8 @@ def __getattr__(name: str) -> Any:
         return sys.modules[__name__]
     replacements = {
         "callbacks": "it is Keras's; with torch, call broadcast_parameters, broadcast_optimizer_state and allreduce",
+        "wait": "Horovod never had it; call synchronize with the handle",
+        "AverageMeter": "Horovod never had it; average a metric with allreduce",
     }
     if name in replacements:
         raise AttributeError(f"ddpobs.horovod has no {name}: {replacements[name]}")

@@ -147,7 +147,9 @@ def test_commands_in_a_sentence_or_a_table_have_existing_options() -> None:
 
 def test_programs_and_targets_that_a_document_names_exist() -> None:
     modules = {span.split()[2] for _, span in in_line(r"python -m benchmarks[^`]*")}
-    assert [name for name in modules if not (ROOT / (name.replace(".", "/") + ".py")).exists()] == []
+    paths = [Path(name.replace(".", "/")) for name in modules]
+    files = {path: (path.with_suffix(".py"), path / "__main__.py") for path in paths}
+    assert [path for path, either in files.items() if not any((ROOT / one).exists() for one in either)] == []
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {span.split()[1] for _, span in in_line(r"make [a-z][^`]*")} <= targets
     assert len(modules) > 3

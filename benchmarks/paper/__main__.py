@@ -1,0 +1,98 @@
+"""Repeat an experiment of the DDP paper on links of a chosen speed.
+
+    sudo python -m benchmarks.paper EXPERIMENT [--models resnet50,bert] [--rates 1gbit] [--rounds 5] [--steps 10]
+        [--json FILE] [--smoke]
+
+Each rank has a network namespace with one thread and a shaped link. A launch is a training of one variant, in processes
+of its own. A round launches every variant once, in a new random order; the interval is that of the rounds' ratios
+(`benchmarks/pairs.py`). With `--json` the rounds are added to those in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.launch import ranks_of
+from benchmarks.links import INTERFACE, LinkError, Links, address, links
+from benchmarks.paper.experiments import EXPERIMENTS, Experiment, Variant
+from benchmarks.paper.tables import claims, table
+from benchmarks.source import facts, keep, resumed
+
+SCRIPT = Path(__file__).with_name("training.py")
+_MEASURED = ("ddpobs", "benchmarks/models.py", "benchmarks/paper/experiments.py", "benchmarks/paper/training.py")
+_TIMEOUT_S = 900
+
+Settings = dict[str, dict[str, list[dict[str, Any]]]]
+"""Launches by model and rate, and by the variant's title."""
+
+
+def launch(variant: Variant, model: str, network: Links, steps: int) -> dict[str, Any]:
+    """Train one variant, and return the first rank's result."""
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        arguments = json.dumps({"model": model, "variant": asdict(variant), "steps": steps})
+        with ranks_of(
+            SCRIPT,
+            arguments,
+            ranks=variant.ranks,
+            folder=folder,
+            environ={"GLOO_SOCKET_IFNAME": INTERFACE, "THP_MEM_ALLOC_ENABLE": "1"},
+            namespaces=network.namespaces,
+            master=address(0),
+        ) as ranks:
+            if any(process.wait(_TIMEOUT_S) for process in ranks.processes):
+                raise RuntimeError(f"{variant.title}, {model}, failed:\n{ranks.logs()}")
+        result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+        return result
+
+
+def measure(experiment: Experiment, options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Add rounds to the results, and keep them after each."""
+    settings: Settings = results["settings"]
+    with links(max(variant.ranks for variant in experiment.variants), "1gbit") as network:
+        for round_ in range(options.rounds):
+            for model in options.models:
+                for rate in options.rates:
+                    network.set_rate(rate)
+                    found = settings.setdefault(f"{model}, {rate}", {})
+                    for variant in random.sample(experiment.variants, len(experiment.variants)):
+                        found.setdefault(variant.title, []).append(launch(variant, model, network, options.steps))
+            keep(results, options.json)
+            print(f"round {round_ + 1} of {options.rounds}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiment", choices=EXPERIMENTS)
+    parser.add_argument("--models", help="default: the experiment's")
+    parser.add_argument("--rates", help="of the links, as tc writes them; default: the experiment's")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10, help="of each launch, after the warm-up")
+    parser.add_argument("--json", type=Path, help="file for the results, continued from an earlier run")
+    parser.add_argument("--anew", action="store_true", help="discard the results in the file")
+    parser.add_argument("--smoke", action="store_true", help="the smallest run that touches everything")
+    options = parser.parse_args()
+    experiment = EXPERIMENTS[options.experiment]
+    if options.smoke:
+        options.models, options.rates, options.rounds, options.steps = "tiny", "10gbit", 2, 2
+    options.models = options.models.split(",") if options.models else experiment.models
+    options.rates = options.rates.split(",") if options.rates else experiment.rates
+    fresh = facts(*_MEASURED) | {"experiment": options.experiment, "settings": {}}
+    results = resumed(options.json, fresh, anew=options.anew)
+    try:
+        measure(experiment, options, results)
+    except LinkError as error:
+        sys.exit(f"benchmarks.paper: {error}")
+    print(table(results) + "\n" + claims(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The experiments: trainings that differ in one thing, and what the sources claim about their step times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ONE_BUCKET_MB = 10_000.0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One training of an experiment.
+
+    Attributes:
+        title: Its name in tables and plots.
+        torch: Torch's own DDP instead of ours.
+        cap_mb: `bucket_cap_mb`; None for the default, 25 MiB with a first bucket of 1 MiB.
+        batches: Batches a step, all but the last under `no_sync`.
+        synchronises: Whether the last batch reduces gradients.
+        finds_unused: `find_unused_parameters`.
+        has_unused: The model has a layer that its loss does not use: an eighth more parameters.
+        groups: `round_robin_groups`.
+        comm: The communication strategy.
+        ranks: Number of ranks.
+    """
+
+    title: str
+    torch: bool = False
+    cap_mb: float | None = None
+    batches: int = 1
+    synchronises: bool = True
+    finds_unused: bool = False
+    has_unused: bool = False
+    groups: int = 1
+    comm: str = "all_reduce"
+    ranks: int = 2
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim about the time of a batch, as a ratio of the experiment's first variant.
+
+    Attributes:
+        variant: Title of the variant.
+        low: Smallest ratio that agrees with the claim.
+        high: Largest.
+        source: Where it stands, and on which machine it was measured.
+    """
+
+    variant: str
+    low: float
+    high: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Trainings that differ in one thing.
+
+    Attributes:
+        title: The question.
+        variants: The trainings; the others are compared with the first.
+        claims: What the sources say.
+        models: Names in `benchmarks.models`.
+        rates: Speeds of the links, as tc writes them.
+    """
+
+    title: str
+    variants: tuple[Variant, ...]
+    claims: tuple[Claim, ...]
+    models: tuple[str, ...] = ("resnet50", "bert")
+    rates: tuple[str, ...] = ("1gbit",)
+
+    def variant(self, title: str) -> Variant:
+        """Return a variant by its title."""
+        return next(variant for variant in self.variants if variant.title == title)
+
+
+_CAPS_MB = (0.001, 1.0, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0)
+EXPERIMENTS = {
+    "breakdown": Experiment(
+        "Latency of a step by part, with and without overlap",
+        (
+            Variant("one bucket", cap_mb=ONE_BUCKET_MB),
+            Variant("overlapped"),
+            Variant("no communication", synchronises=False),
+        ),
+        (
+            Claim("overlapped", 0.0, 1 - 0.268, "figure 6: ResNet-50 over gloo on 32 GPUs is 26.8 % faster"),
+            Claim("overlapped", 0.0, 1 - 0.215, "figure 6: BERT over gloo on 32 GPUs is 21.5 % faster"),
+        ),
+        rates=("1gbit", "10gbit"),
+    ),
+    "buckets": Experiment(
+        "Latency of a step by `bucket_cap_mb`",
+        (
+            Variant("25 MB", cap_mb=25.0),
+            *(Variant(f"{cap:.0f} MB", cap_mb=cap) for cap in _CAPS_MB if cap != 25.0),
+        ),
+        (Claim("0 MB", 1.0, float("inf"), "figures 7 and 8: 0 MB is slower than 25 MB"),),
+    ),
+    "accumulation": Experiment(
+        "Latency of a batch, with gradients reduced after every n batches",
+        tuple(Variant(f"every {batches}", batches=batches) for batches in (1, 2, 4, 8)),
+        (Claim("every 8", 0.0, 1 / 1.57, "figure 10: ResNet-50 over gloo on 256 GPUs is up to 57 % faster"),),
+        models=("resnet50",),
+    ),
+    "unused": Experiment(
+        "What `find_unused_parameters` costs",
+        (
+            Variant("ours"),
+            Variant("ours, finds unused", finds_unused=True),
+            Variant("ours, has unused", finds_unused=True, has_unused=True),
+            Variant("torch", torch=True),
+            Variant("torch, finds unused", torch=True, finds_unused=True),
+            Variant("torch, has unused", torch=True, finds_unused=True, has_unused=True),
+        ),
+        (Claim("ours, finds unused", 1.10, 1.15, "the tutorials: 10 to 15 % more time and memory"),),
+        models=("tiny", "transformer", "resnet50"),
+        rates=("10gbit",),
+    ),
+    "groups": Experiment(
+        "Latency of a step with round-robin process groups",
+        tuple(Variant(f"{groups} group{'s' * (groups > 1)}", groups=groups) for groups in (1, 3, 5)),
+        (Claim("3 groups", 0.0, 0.99, "figure 12: with BERT over NCCL on 16 GPUs 3 groups are faster"),),
+    ),
+    "compression": Experiment(
+        "Latency of a step with half the bytes",
+        (Variant("float32"), Variant("float16", comm="fp16")),
+        (Claim("float16", 0.45, 0.55, "the tutorials: half the bytes take half the time"),),
+    ),
+    "scaling": Experiment(
+        "Latency of a step by the number of ranks",
+        tuple(Variant(f"{ranks} rank{'s' * (ranks > 1)}", ranks=ranks) for ranks in (1, 2, 4)),
+        (Claim("4 ranks", 0.0, 1.2, "the abstract: near-linear scaling"),),
+        models=("transformer", "resnet50"),
+    ),
+}
+"""By the name on the command line."""

@@ -1,0 +1,112 @@
+"""Draw each experiment's newest results, with the claims of the sources, readable in black and white.
+
+    python -m benchmarks.paper.plots [--results benchmarks/results/paper] [--out docs/pictures]
+
+A box has the quartiles of all steps, its line the median, its whiskers the 5th and 95th percentile. `breakdown` has bars
+of medians instead. A hatched band is a claim: the range of step times that agrees with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks.models import MODELS
+from benchmarks.paper.experiments import EXPERIMENTS, Experiment
+from benchmarks.paper.tables import BACKWARD, FORWARD, OPTIMIZER, Launches, batch_s, medians_s
+from benchmarks.source import ROOT
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_RESULTS, _PICTURES = ROOT / "benchmarks" / "results" / "paper", ROOT / "docs" / "pictures"
+_ALONE = "no communication"
+"""The variant of `breakdown` whose backward only computes."""
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw one experiment, with a panel for each model and link, into a file of the kind that its name says."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    experiment, settings = EXPERIMENTS[results["experiment"]], results["settings"]
+    figure = Figure(figsize=(5.5 * len(settings), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels: list[Axes] = list(figure.subplots(1, len(settings), squeeze=False)[0])
+    for axes, (setting, found) in zip(panels, settings.items(), strict=True):
+        model, _, rate = setting.partition(", ")
+        axes.set_title(f"{MODELS[model].title}, {rate}")
+        titles = [variant.title for variant in experiment.variants]
+        axes.set_xticks(range(len(titles)), titles, rotation=30, ha="right")
+        if results["experiment"] == "breakdown":
+            _bars(axes, titles, found)
+        else:
+            _boxes(axes, experiment, titles, found)
+        _claims(axes, experiment, titles, found)
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel("seconds a batch")
+        axes.legend(fontsize="small")
+    figure.suptitle(experiment.title.replace("`", ""))
+    figure.savefig(path)
+
+
+def _boxes(axes: Axes, experiment: Experiment, titles: list[str], found: dict[str, Launches]) -> None:
+    steps = [np.concatenate(batch_s(experiment, title, found[title])) for title in titles]
+    axes.boxplot(
+        steps, positions=range(len(titles)), whis=(5, 95), showfliers=False, medianprops={"color": "black"}, widths=0.5
+    )
+
+
+def _bars(axes: Axes, titles: list[str], found: dict[str, Launches]) -> None:
+    """Stack the parts of a step; the wait for communication is what backward takes longer than without any."""
+    medians = [medians_s(found[title]) for title in titles]
+    computing_s = medians_s(found[_ALONE])[BACKWARD]
+    parts = {
+        "forward": ("white", "", [step[FORWARD] for step in medians]),
+        "backward, computing": ("0.75", "", [min(step[BACKWARD], computing_s) for step in medians]),
+        "backward, waiting": ("white", "xx", [max(0.0, step[BACKWARD] - computing_s) for step in medians]),
+        "optimizer": ("0.4", "", [step[OPTIMIZER] for step in medians]),
+    }
+    below = np.zeros(len(titles))
+    for name, (color, hatch, seconds) in parts.items():
+        axes.bar(range(len(titles)), seconds, 0.6, below, color=color, hatch=hatch, edgecolor="black", label=name)
+        below += seconds
+
+
+def _claims(axes: Axes, experiment: Experiment, titles: list[str], found: dict[str, Launches]) -> None:
+    """Draw the band of each claim around its variant; an endless one ends at the slowest step."""
+    first_s = float(np.median(np.concatenate(batch_s(experiment, titles[0], found[titles[0]]))))
+    slowest = max(max(map(max, batch_s(experiment, title, found[title]))) for title in titles) / first_s
+    for claim in experiment.claims:
+        low, high = claim.low, max(claim.low, min(claim.high, slowest))
+        axes.bar(
+            titles.index(claim.variant),
+            (high - low) * first_s,
+            0.9,
+            low * first_s,
+            fill=False,
+            hatch="..",
+            linestyle="--",
+            label=claim.source,
+        )
+
+
+def main() -> None:
+    """Draw all experiments that have results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=_RESULTS)
+    parser.add_argument("--out", type=Path, default=_PICTURES)
+    options = parser.parse_args()
+    for name in EXPERIMENTS:
+        files = sorted(options.results.glob(f"{name}-20*.json"))
+        if files:
+            draw(json.loads(files[-1].read_text()), options.out / f"paper-{name}.svg")
+            print(f"paper-{name}.svg")
+
+
+if __name__ == "__main__":
+    main()
