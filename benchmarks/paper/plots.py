@@ -2,8 +2,8 @@
 
     python -m benchmarks.paper.plots [--results benchmarks/results/paper] [--out docs/pictures]
 
-A box has the quartiles of all steps, its line the median, its whiskers the 5th and 95th percentile. `breakdown` has bars
-of medians instead. A hatched band is a claim: the range of step times that agrees with it.
+A box has the quartiles of all steps, its line the median, its whiskers the 5th and 95th percentile. `breakdown` has
+bars of medians instead. A hatched band is a claim: the range of step times that agrees with it.
 """
 
 from __future__ import annotations

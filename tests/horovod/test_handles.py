@@ -30,7 +30,7 @@ def handles(rank: int, ranks: int) -> dict[str, Any]:
         "scattered sum": hvd.reducescatter_async(values, op=hvd.Sum),
         "group": hvd.grouped_allreduce_async([values, values + 1], op=hvd.Max),
         "sparse sum": hvd.sparse_allreduce_async(rows(rank), "rows", hvd.Sum),
-        "sparse average": hvd.sparse_allreduce_async(rows(rank), "rows", hvd.Average),
+        "sparse average": hvd.sparse_allreduce_async(rows(rank), "mean of rows", hvd.Average),
     }
     results = {name: handle() if "sparse" in name else hvd.synchronize(handle) for name, handle in results.items()}
     results = {name: result.to_dense() if "sparse" in name else result for name, result in results.items()}
