@@ -57,7 +57,13 @@ def draw(results: dict[str, Any], path: Path) -> None:
 def _boxes(axes: Axes, experiment: Experiment, titles: list[str], found: dict[str, Launches]) -> None:
     steps = [np.concatenate(batch_s(experiment, title, found[title])) for title in titles]
     axes.boxplot(
-        steps, positions=range(len(titles)), whis=(5, 95), showfliers=False, medianprops={"color": "black"}, widths=0.5
+        steps,
+        positions=range(len(titles)),
+        whis=(5, 95),
+        showfliers=False,
+        medianprops={"color": "black"},
+        widths=0.5,
+        manage_ticks=False,
     )
 
 
