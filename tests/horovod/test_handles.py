@@ -187,7 +187,7 @@ def scattered(rank: int, ranks: int) -> dict[str, Any]:
     factored = values.clone().requires_grad_()
     scaled = hvd.reducescatter(factored, op=hvd.Sum, prescale_factor=2.0, postscale_factor=3.0)
     scaled.sum().backward()
-    factors = {"prescale_factor": 2.0, "postscale_factor": 3.0}
+    factors: dict[str, Any] = {"prescale_factor": 2.0, "postscale_factor": 3.0}
     results: dict[str, Any] = {
         "by place": half.detach(),
         "gradient": leaf.grad,
