@@ -28,7 +28,7 @@ import torch
 from benchmarks.broken import FAULTS
 from benchmarks.models import MODELS
 from benchmarks.source import facts, keep, resumed
-from benchmarks.switched import LIMIT, Launch, compare, launch
+from benchmarks.switched import LIMIT, Launch, Training, compare, launch
 from benchmarks.tables import rows_of
 from benchmarks.teams import companion
 from benchmarks.variants import VARIANTS, MissingError, Turn, Variant
@@ -131,7 +131,7 @@ def main() -> None:
         names = ["collector", *faults]
         while len(launches[name := _next(launches, names)]) < options.launches:
             number = sum(map(len, launches.values()))
-            launches[name].append(launch(model, variant(name), RANKS, options, number))
+            launches[name].append(launch(Training(MODELS[model], variant(name)), RANKS, options, number))
             keep(results, options.json)
         print(f"\n{MODELS[model].title}:\n\n{table(launches)}", flush=True)
 

@@ -1,6 +1,6 @@
 """Measure the cost of telemetry: a step with it over a step without, in the same processes.
 
-    python -m benchmarks.switched [--models tiny,bert] [--ranks 2] [--minutes 4] [--json FILE]
+    python -m benchmarks.switched [--models tiny,sharded] [--ranks 2] [--minutes 4] [--json FILE]
 
 `overhead` compares separate trainings, of which one can be 2 % faster for as long as it lives, only by its memory
 addresses. Here each rank has one training. Its telemetry (hooks, recorder and threads) is removed and restored in
@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,7 +34,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.models import MODELS
+from benchmarks import sharded
+from benchmarks.models import MODELS, Model
 from benchmarks.pairs import Ratio, ratio
 from benchmarks.source import facts, keep, resumed
 from benchmarks.tables import rows_of
@@ -44,7 +45,7 @@ from ddpobs import telemetry
 
 KINDS = ["off", "again", "on"]
 LIMIT = 1.01
-MEASURED = ("ddpobs", *(f"benchmarks/{name}.py" for name in ("models", "variants", "teams", "switched")))
+MEASURED = ("ddpobs", *(f"benchmarks/{name}.py" for name in ("models", "variants", "teams", "sharded", "switched")))
 _TIMED = {"seconds": 0, "processor_s": 1}
 _DELIVERY_MS = 5
 
@@ -52,26 +53,60 @@ Launch = dict[str, Any]
 """Result of `launch`."""
 
 
-class Switched:
-    """A training on this rank, with a switch for its telemetry.
+class Switch:
+    """Removes and restores what records a module of ours."""
 
-    Args:
-        wrapped: Ours, with telemetry on.
-        step: One step of its training.
-        companions: Process groups that exist for telemetry alone, such as its collector's: rank 0 stops them too.
-    """
-
-    def __init__(self, wrapped: Any, step: Callable[[], None], companions: Sequence[int] = ()) -> None:
-        process = telemetry._process
-        assert process is not None
-        self._step, self._process, self._recorder = step, process, wrapped._recorder
-        core = wrapped.reducer.core
+    def __init__(self, wrapped: Any) -> None:
+        core, self._recorder = wrapped.reducer.core, wrapped._recorder
         self._owners = [
             (wrapped, "_recorder"),
             (core, "recorder"),
             (core.used_map, "recorder"),
             (core.unused, "recorder"),
         ]
+
+    def off(self) -> None:
+        """Remove it."""
+        self._put(None)
+
+    def on(self) -> None:
+        """Restore it."""
+        self._put(self._recorder)
+
+    def _put(self, recorder: Any) -> None:
+        for owner, name in self._owners:
+            setattr(owner, name, recorder)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model, its variant with telemetry on, and the switch for what records it."""
+
+    model: Model
+    variant: Variant
+    switch: type[Switch | sharded.Switch] = Switch
+
+
+TRAININGS = {name: Training(model, VARIANTS["on"]) for name, model in MODELS.items()} | {
+    "sharded": Training(sharded.UNITS_OF_10_MB, sharded.ATTACHED, sharded.Switch)
+}
+
+
+class Switched:
+    """A training on this rank, with a switch for its telemetry.
+
+    Args:
+        switch: Removes and restores what records the module.
+        step: One step of its training.
+        companions: Process groups that exist for telemetry alone, such as its collector's: rank 0 stops them too.
+    """
+
+    def __init__(
+        self, switch: Switch | sharded.Switch, step: Callable[[], None], companions: Sequence[int] = ()
+    ) -> None:
+        process = telemetry._process
+        assert process is not None
+        self._switch, self._step, self._process = switch, step, process
         self._companions = companions if dist.get_rank() == 0 else ()
 
     def __call__(self, count: int) -> None:
@@ -129,15 +164,13 @@ class Switched:
         recorded = exporter.emitted, len(journal.entries._queue)
         self._process._observation.remove_hooks()
         self._process._observation._counters.remove()
-        for owner, name in self._owners:
-            setattr(owner, name, None)
+        self._switch.off()
         self._step()
         dist.barrier()
         began, processor_began = time.perf_counter(), time.process_time()
         self(count)
         result = (time.perf_counter() - began) / count, (time.process_time() - processor_began) / count
-        for owner, name in self._owners:
-            setattr(owner, name, self._recorder)
+        self._switch.on()
         ending = self._process._ending
         self._process._observation.install_hooks(ending.fail, ending.end_cell, self._process._leave)
         if (exporter.emitted, len(journal.entries._queue)) != recorded:
@@ -166,7 +199,7 @@ def _threads_s() -> float:
     return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0)) for thread in threads)
 
 
-def launch(model: str, variant: Variant, ranks: int, options: argparse.Namespace, number: int) -> Launch:
+def launch(training: Training, ranks: int, options: argparse.Namespace, number: int) -> Launch:
     """Run turns in new processes, then end them like a script that reached its last line.
 
     Returns:
@@ -179,14 +212,16 @@ def launch(model: str, variant: Variant, ranks: int, options: argparse.Namespace
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="ddpobs-benchmark-")))
         phase = 0.0 if options.smoke else random.Random(number).random()
-        turn = Turn(MODELS[model], len(KINDS), ranks, folder, phase=phase)
-        processes = variant.serve(turn)
+        turn = Turn(training.model, len(KINDS), ranks, folder, phase=phase)
+        processes = training.variant.serve(turn)
         companions = [process.pid for process in processes]
-        switched = replace(variant, loop=lambda wrapped, step, _: Switched(wrapped, step, companions))
+        switched = replace(
+            training.variant, loop=lambda wrapped, step, _: Switched(training.switch(wrapped), step, companions)
+        )
 
         def prepare() -> Callable[[int], Any]:
-            training: Any = switched.prepare(turn)
-            return lambda _: training.rounds(options.turn_s, options.launch_s)
+            steps: Any = switched.prepare(turn)
+            return lambda _: steps.rounds(options.turn_s, options.launch_s)
 
         team = Team(ranks, prepare, processes)
         stack.callback(team.disband)
@@ -252,7 +287,7 @@ def table(results: dict[str, list[Launch]]) -> str:
 def main() -> None:
     """Measure model by model, and print a Markdown table of all results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
+    parser.add_argument("--models", default=",".join(TRAININGS), help="default: %(default)s")
     parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--minutes", type=float, default=4.0, help="minutes for each model; default: %(default)s")
     parser.add_argument("--turn-s", type=float, default=0.1, help="seconds of a turn; default: %(default)s")
@@ -265,17 +300,18 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="the smallest run that touches everything")
     options = parser.parse_args()
     if options.smoke:
-        options.models, options.minutes, options.launch_s, options.turn_s = "tiny", 0.01, 0.1, 0.01
+        options.models, options.minutes, options.launch_s, options.turn_s = "tiny,sharded", 0.01, 0.1, 0.01
     torch.set_num_threads(1)
     if options.table:
         results = json.loads(options.json.read_text())
     else:
         results = resumed(options.json, facts(*MEASURED) | {"found": {}}, anew=options.anew)
-    for model in [] if options.table else options.models.split(","):
-        launches = results["found"].setdefault(f"{MODELS[model].title}, {options.ranks} ranks", [])
+    for name in [] if options.table else options.models.split(","):
+        training = TRAININGS[name]
+        launches = results["found"].setdefault(f"{training.model.title}, {options.ranks} ranks", [])
         ends = time.monotonic() + 60 * options.minutes
         while time.monotonic() < ends:
-            launches.append(launch(model, VARIANTS["on"], options.ranks, options, len(launches)))
+            launches.append(launch(training, options.ranks, options, len(launches)))
             keep(results, options.json)
     print(table(results["found"]))
 

@@ -37,9 +37,11 @@ def test_overhead_compares_every_variant_with_torch(tmp_path: Path) -> None:
 
 def test_telemetry_is_switched_on_and_off_in_the_same_processes(tmp_path: Path) -> None:
     output = run("switched", "--json", str(tmp_path / "results.json"))
-    ((model, launches),) = json.loads((tmp_path / "results.json").read_text())["found"].items()
-    assert f"\n| {model} | " in output
-    assert {len(turns) for turns in launches[0]["seconds"].values()} == {4}
+    found = json.loads((tmp_path / "results.json").read_text())["found"]
+    assert [model.split(",")[0] for model in found] == ["400 tiny parameters", "FSDP2"]
+    for model, launches in found.items():
+        assert f"\n| {model} | " in output
+        assert {len(turns) for turns in launches[0]["seconds"].values()} == {4}
 
 
 def test_a_job_by_the_real_exporter_loses_nothing(tmp_path: Path) -> None:
