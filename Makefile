@@ -6,7 +6,7 @@ export NO_MKDOCS_2_WARNING := 1
 
 demo:
 	@scripts/setup.sh demo
-	@$(RUN)/python examples/demo.py $(if $(ONCE),--once)
+	@$(RUN)/python examples/demo.py $(if $(ONCE),--once) $(if $(FSDP),--fsdp)
 
 test:
 	@scripts/setup.sh test

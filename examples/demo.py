@@ -33,6 +33,7 @@ def main() -> int:
     """Run the demo. Returns the exit code: 0 if the finding names the slow rank and its phase."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--once", action="store_true", help="exit after the findings instead of staying for browsing")
+    parser.add_argument("--fsdp", action="store_true", help="shard the model by FSDP2 instead of DDP")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--slow-phase", default="backward")
     options = parser.parse_args()
@@ -43,7 +44,8 @@ def main() -> int:
     collector = _start_collector(url)
     try:
         print(f"collector   {url}")
-        print(f"training    a small GPT on {ranks} ranks, a random one slow in {options.slow_phase}", flush=True)
+        model = f"a small GPT{', sharded by FSDP2,' if options.fsdp else ''} on {ranks} ranks"
+        print(f"training    {model}, a random one slow in {options.slow_phase}", flush=True)
         _train(url, ranks, slow, options)
         diagnosis = _ask(url, "diagnostics")
         _print_findings(diagnosis)
@@ -87,6 +89,7 @@ def _start_collector(url: str) -> subprocess.Popen[bytes]:
 def _train(url: str, ranks: int, slow: int, options: argparse.Namespace) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += [str(HERE / "train_gpt.py"), "--steps", str(options.steps)]
+    command += ["--fsdp"] if options.fsdp else []
     secret = {"SLOW_RANK": str(slow), "SLOW_PHASE": options.slow_phase, "OMP_NUM_THREADS": "1"}
     environment = os.environ | secret | {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": RUN}
     if subprocess.run(command, env=environment, check=False).returncode:

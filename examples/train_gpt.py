@@ -1,6 +1,6 @@
 """Train a small GPT on the source of the Python standard library, with one rank slowed down on request.
 
-    torchrun --nproc-per-node 2 examples/train_gpt.py --steps 100
+    torchrun --nproc-per-node 2 examples/train_gpt.py --steps 100 [--fsdp]
 
 The slowness is real work in one of the phases, on one rank. Telemetry does not receive its number.
 """
@@ -54,7 +54,8 @@ class Gpt(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens) + self.positions.weight
-        return self.head(self.blocks(x, mask=self.mask, is_causal=True))  # type: ignore[no-any-return]
+        x = self.blocks(x, mask=self.mask, is_causal=True)
+        return self.head(x.flatten(0, 1))  # type: ignore[no-any-return]
 
 
 def work(rounds: int) -> None:
@@ -78,6 +79,19 @@ class HeavyBackward(torch.autograd.Function):
         return gradients[0], None
 
 
+def sharded(model: Gpt) -> nn.Module:
+    """Shard the model by FSDP2, each block a unit."""
+    from torch.distributed.fsdp import fully_shard  # It takes long to import.
+
+    from ddpobs import attach
+
+    for block in model.blocks.layers:
+        fully_shard(block)
+    fully_shard(model)
+    attach(model, telemetry=None)
+    return model
+
+
 def main() -> None:
     """Train, and print the progress from rank 0."""
     options = _options()
@@ -85,7 +99,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = DistributedDataParallel(Gpt(), bucket_cap_mb=0.4)
+    model = sharded(Gpt()) if options.fsdp else DistributedDataParallel(Gpt(), bucket_cap_mb=0.4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = Bytes()
     sampler: DistributedSampler[torch.Tensor] = DistributedSampler(data, seed=1)
@@ -110,7 +124,7 @@ def main() -> None:
             logits = model(batch[:, :-1])
             work(rounds["forward"])
             logits = HeavyBackward.apply(logits, rounds["backward"])  # type: ignore[no-untyped-call]
-            loss = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+            loss = cross_entropy(logits, batch[:, 1:].flatten())
             loss.backward()
             optimizer.step()
             step += 1
@@ -130,6 +144,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
+    parser.add_argument("--fsdp", action="store_true", help="shard the model by FSDP2 instead of DDP")
     parser.add_argument("--slow-rank", type=int, default=int(os.environ.get("SLOW_RANK", "-1")))
     parser.add_argument("--slow-phase", choices=_PHASES, default=os.environ.get("SLOW_PHASE", "backward"))
     parser.add_argument("--work", type=int, default=200, help="additional matrix products on the slow rank")
