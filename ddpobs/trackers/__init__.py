@@ -16,8 +16,9 @@ from typing import Any
 from ddpobs.client.client import Run
 from ddpobs.shared.words import finding_lines
 from ddpobs.trackers.otel import opentelemetry
+from ddpobs.trackers.otlp import otlp
 
-__all__ = ["mlflow", "opentelemetry", "summary", "tensorboard", "wandb"]
+__all__ = ["mlflow", "opentelemetry", "otlp", "summary", "tensorboard", "wandb"]
 
 _SEVERITIES = ("critical", "warning", "info")
 
