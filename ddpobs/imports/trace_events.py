@@ -149,4 +149,4 @@ class TraceEvents(Generic[Event]):
 
 
 def _shown(text: bytes) -> str:
-    return f"{text[:40]!r}" if text else "an empty file"
+    return f"{text[:40].decode(errors='replace')!r}" if text else "an empty file"

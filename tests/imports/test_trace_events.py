@@ -56,13 +56,24 @@ def test_a_list_alone_and_a_packed_file_are_traces_too(tmp_path: Path) -> None:
         (b"", "a list of events"),
         (b"\x80\x04 a pickle", "a list of events"),
         (b'{"traceEvents": [{"name": "a"}, {"na', "a whole list of events, got after 0 events none of its ends"),
+        (b"{}", "an object with \"traceEvents\", got '{}'"),
         (b'{"traceEvents": [{"name": 3}]}', "after 0 events: Expected `str`, got `int`"),
         (b'{"x": {, "traceEvents": []}', "a JSON object"),
         (gzip.compress(b'{"traceEvents": [' + b'{"name": "a"},' * 9)[:-12], "a whole gzip file"),
         (b"[" * 200_000, "a whole list of events"),
         (b'[{"args": ' + b"[" * 200_000, "a whole list of events"),
     ],
-    ids=["empty", "not JSON", "cut off", "wrong type", "broken header", "broken gzip", "brackets", "nested arguments"],
+    ids=[
+        "empty",
+        "not JSON",
+        "cut off",
+        "no events",
+        "wrong type",
+        "broken header",
+        "broken gzip",
+        "brackets",
+        "nested arguments",
+    ],
 )
 def test_what_is_no_trace_is_told(tmp_path: Path, content: bytes, expected: str) -> None:
     path = tmp_path / "bad"

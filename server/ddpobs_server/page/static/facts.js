@@ -21,7 +21,7 @@ export function showFacts(details, shown, attempts, ranks) {
     counted(counts.steps, "step"),
     `attempt ${shown ? shown.ordinal + 1 : attempts.length} of ${attempts.length}`,
     details.modules.map(({ name }) => name).join(", "),
-    shown ? clockRange(shown.began_ns, shown.ended_ns) : "",
+    shown?.began_ns ? clockRange(shown.began_ns, shown.ended_ns) : "", // A trace may have no time of day.
     `last seen ${ago(counts.last_seen_ns ?? counts.ended_ns)}`,
   ];
   const text = ` · ${facts.filter(Boolean).join(" · ")}`;
