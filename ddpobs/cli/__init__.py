@@ -1,6 +1,20 @@
 """The `ddpobs` command: run a training with telemetry, send a spool, and read the collector's responses."""
 
-from ddpobs.cli import compare, export, horovodrun, import_traces, push, report, run, runs, stacks, trace, watch, whatif  # noqa: F401 - each adds its commands
+from ddpobs.cli import (  # noqa: F401 - each adds its commands
+    compare,
+    export,
+    fleet,
+    horovodrun,
+    import_traces,
+    push,
+    report,
+    run,
+    runs,
+    stacks,
+    trace,
+    watch,
+    whatif,
+)
 from ddpobs.cli.app import main
 
 __all__ = ["main"]

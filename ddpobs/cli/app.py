@@ -44,7 +44,20 @@ $ ddpobs compare before after --fail-over 3%
 class _InOrderOfUse(TyperGroup):
     """The commands in the order in which a user meets them; those that it does not name come last."""
 
-    _ORDER = ("run", "horovodrun", "list", "report", "watch", "open", "stacks", "compare", "whatif", "trace", "export")
+    _ORDER = (
+        "run",
+        "horovodrun",
+        "list",
+        "report",
+        "watch",
+        "open",
+        "stacks",
+        "compare",
+        "whatif",
+        "fleet",
+        "trace",
+        "export",
+    )
 
     @override
     def list_commands(self, ctx: Any) -> list[str]:

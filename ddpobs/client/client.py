@@ -60,6 +60,20 @@ class Client:
         listed = read(self._config, "/runs", {"limit": str(limit)}).document["runs"]
         return [self.run(run["run"]) for run in listed]
 
+    def fleet(self, weeks: int = 12, tag: str | None = None) -> dict[str, Any]:
+        """Return the rank time of all runs over weeks, slow hosts, and regressions, as the collector's JSON has them.
+
+        Args:
+            weeks: Number of weeks, with the present one.
+            tag: Only runs with this tag; None for all.
+
+        Raises:
+            CollectorError: The collector does not answer, or refuses.
+        """
+        query = {"weeks": str(weeks)} | ({} if tag is None else {"tag": tag})
+        document: dict[str, Any] = read(self._config, "/fleet", query).document
+        return document
+
     def __repr__(self) -> str:
         return f"Client({self._config.collector!r})"
 

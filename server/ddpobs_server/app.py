@@ -35,6 +35,7 @@ from ddpobs_server.metrics.scrape import RunRenderer
 from ddpobs_server.metrics.scrapes import Scrapes
 from ddpobs_server.operations import logs, self_check
 from ddpobs_server.operations.commands import cli, open_store, print_error
+from ddpobs_server.operations.fleet_totals import FleetTotals
 from ddpobs_server.operations.health_monitor import HealthMonitor
 from ddpobs_server.operations.limit_usage import LimitUsage
 from ddpobs_server.operations.reload import Reload
@@ -138,6 +139,8 @@ async def _open(settings: Settings, registry: CollectorRegistry) -> Services:
     memory_budget = IngestMemoryBudget(int(settings.max_under_way_mb * 1e6), limits, registry)
     retention = RetentionJob(settings, store, registry, reports.faults)
     retention.start()
+    fleet = FleetTotals(store, reports, registry)
+    fleet.start()
     usage = LimitUsage(settings, limits, store, registry)
     usage.watch("queue_batches", writer.used_ratio)
     usage.watch("max_under_way_mb", memory_budget.used_ratio)
@@ -172,6 +175,7 @@ async def _open(settings: Settings, registry: CollectorRegistry) -> Services:
         retention=retention,
         webhook=webhook,
         reloaded=reloaded,
+        fleet=fleet,
     )
 
 
@@ -181,6 +185,7 @@ def _close(services: Services) -> None:
         services.health,
         services.retention,
         services.webhook,
+        services.fleet,
         services.writer,
         services.reports,
     )

@@ -1,4 +1,4 @@
-"""The web page: a list of runs, a view of one run, two runs compared, and the help on findings.
+"""The web page: a list of runs, a view of one run, two runs compared, all runs together, and the help on findings.
 
 It draws the data of the REST API and loads all its files from the collector.
 """
@@ -41,6 +41,10 @@ def install(app: FastAPI) -> None:
     @app.get("/compare", include_in_schema=False)
     async def _compare_page() -> FileResponse:
         return FileResponse(_STATIC / "compare.html")
+
+    @app.get("/fleet", include_in_schema=False)
+    async def _fleet_page() -> FileResponse:
+        return FileResponse(_STATIC / "fleet.html")
 
     has_viewer = _install_trace_viewer(app)
     run_page = (_STATIC / "run.html").read_text().replace("{viewer}", "yes" if has_viewer else "no")

@@ -38,6 +38,7 @@ def processes_of(sources: Sequence[Source]) -> list[Process]:
             stuck_ns=source.stuck_ns,
             failed=source.ended not in {"", "finished", "interrupted"},
             reason="" if source.account else _NO_ACCOUNT,
+            host=source.hello.host if source.hello else "",
         )
         for source in sources
     ]

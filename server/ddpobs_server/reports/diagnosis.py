@@ -28,11 +28,12 @@ from ddpobs_server.reports.account_json import (
     own_cost_json,
     processes_of,
 )
+from ddpobs_server.reports.host_totals import host_totals
 from ddpobs_server.reports.judged_steps import JudgedSteps, read_judged_steps
 from ddpobs_server.reports.liveness import all_silent, ends, silent_ns, world_size_of
 from ddpobs_server.reports.read_bins import AttemptBins, read_lateness
 from ddpobs_server.reports.whatif import Modelled, modelled
-from ddpobs_server.store import Source, Store, TooManyRowsError
+from ddpobs_server.store import HostTotal, Source, Store, TooManyRowsError
 
 _EDGE_ROWS = 40_000
 """Maximum number of rows of steps that are read around a change point."""
@@ -53,7 +54,14 @@ class Diagnosis:
     def __init__(self, store: Store, now_ns: Callable[[], int] = time.time_ns) -> None:
         self._store, self._now_ns = store, now_ns
 
-    def diagnose(self, run: str, attempt: str, first: int | None = None, last: int | None = None) -> dict[str, Any]:
+    def diagnose(
+        self,
+        run: str,
+        attempt: str,
+        first: int | None = None,
+        last: int | None = None,
+        keep: Callable[[list[HostTotal]], None] = lambda _: None,
+    ) -> dict[str, Any]:
         """Return the findings, the most severe first, and the questions that could not be judged.
 
         Args:
@@ -61,12 +69,14 @@ class Diagnosis:
             attempt: Its attempt.
             first: First step that is judged; None for the run's first.
             last: Last step that is judged; None for the run's last.
+            keep: Called with the totals by host if all steps are judged.
         """
         sources = self._store.sources(run, attempt)
         evidence, judged, missing = self._gather(run, attempt, sources, (first, last))
         steps = judged.steps
         if first is None and last is None:  # The account is of the whole run, and not of some steps.
             evidence = replace(evidence, account=self._account(run, attempt, sources, judged))
+            keep(host_totals(evidence, attempt))
         results = [result for judge in FINDINGS for result in judge(evidence)]
         findings = [result for result in results if isinstance(result, Finding)]
         missing += [result for result in results if isinstance(result, NotJudged)]

@@ -7,9 +7,10 @@ and the list of runs show the outline of the last one; `/metrics` starts a new o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from ddpobs_server.reports.account_json import account_json
@@ -19,6 +20,8 @@ from ddpobs_server.reports.cache import Cache
 from ddpobs_server.reports.compare import Side, compare_json
 from ddpobs_server.reports.diagnosis import Diagnosis
 from ddpobs_server.reports.digests import RunDigests
+from ddpobs_server.reports.fleet import fleet_json
+from ddpobs_server.reports.host_totals import UnwrittenTotals
 from ddpobs_server.reports.outline import DiagnosisOutline
 from ddpobs_server.reports.pipeline import pipeline_response
 from ddpobs_server.reports.run_state import ReportVersion, is_recent, report_version, state_of_run
@@ -55,6 +58,7 @@ class Reports:
         self._store, self._settings, self._now_ns = store, settings or Settings.model_validate({}), now_ns
         self._diagnosis = Diagnosis(store, now_ns)
         self.faults = faults or RunFaults()
+        self.unwritten_totals = UnwrittenTotals()
         self.digests = RunDigests(store, self.faults)
         self._diagnoses: _Responses = Cache(_CACHED)
         self._outlines: Cache[DiagnosisOutline] = Cache(_OUTLINES)
@@ -68,9 +72,17 @@ class Reports:
     def diagnostics(self, run: str, attempt: str) -> dict[str, Any]:
         """Return the findings, most severe first, and the questions that could not be judged."""
         version = self._version(run)
-        diagnosis = self._diagnoses.get((run, attempt), version, lambda: self._diagnosis.diagnose(run, attempt))
+        diagnosis = self._diagnoses.get((run, attempt), version, lambda: self._diagnose(run, attempt, version))
         self._outlines.get((run, attempt), version, lambda: DiagnosisOutline.of(diagnosis))
         return diagnosis
+
+    def _diagnose(self, run: str, attempt: str, version: ReportVersion) -> dict[str, Any]:
+        keep = partial(self.unwritten_totals.put, run, version)
+        return self._diagnosis.diagnose(run, attempt, keep=keep)
+
+    def diagnose_soon(self, attempts: Iterable[tuple[str, str]]) -> None:
+        """Begin the diagnoses of attempts, each a run and an attempt, in the background."""
+        self._background.begin(dict.fromkeys(attempts, False))
 
     def diagnostics_for_marks(self, run: str, attempt: str) -> dict[str, Any]:
         """Return the last diagnosis of a live run if it is of the last half minute, else that of `diagnostics`.
@@ -99,6 +111,10 @@ class Reports:
         """Return the account of a run's wall time over all attempts, with the ranks of one attempt."""
         price = self._settings.gpu_hour_price
         return self._cached(self._accounts, run, attempt, lambda: account_json(self._store, run, attempt, price))
+
+    def fleet(self, workspace: str, weeks: int, now_ns: int, tag: str | None) -> dict[str, Any]:
+        """Return the rank time of all runs of a workspace over the latest weeks; `tag` selects runs."""
+        return fleet_json(self._store, workspace, weeks, now_ns, tag)
 
     def pipeline(self, run: str, attempt: str) -> dict[str, Any]:
         """Return the stages of an attempt's pipeline."""

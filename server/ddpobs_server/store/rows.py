@@ -223,6 +223,38 @@ class Source:
 
 
 @dataclass(frozen=True)
+class HostTotal:
+    """What an attempt of a run took on one host.
+
+    Attributes:
+        attempt: Id of the attempt.
+        host: Name of the host; empty for ranks whose host is not known.
+        commits: Batches of the run that were stored when the total was made.
+        began_ns: Arrival of the attempt's first batch, as Unix time, in ns.
+        wall_ns: Wall time of the attempt, with the time since the end of the attempt before it.
+        ranks: Number of its ranks on the host.
+        has_rank_zero: Whether rank 0 is one of them.
+        torch: Version of torch; empty if it is not known.
+        tags: Tags of the run.
+        parts: Rank time in ns by part of the account; the parts add up to `wall_ns` times `ranks`.
+        excess_ratio: Own time of the host's slowest rank over that of the other hosts, as a share of the step; None if
+            the hosts were not compared.
+    """
+
+    attempt: str
+    host: str
+    commits: int
+    began_ns: int
+    wall_ns: int
+    ranks: int
+    has_rank_zero: bool
+    torch: str
+    tags: tuple[str, ...]
+    parts: dict[str, float]
+    excess_ratio: float | None
+
+
+@dataclass(frozen=True)
 class Rollup:
     """Sums of a rank over an attempt, in ns; `own_ns` covers the `own_steps` with a known own time."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import BigInteger, Boolean, Column, Index, Integer, LargeBinary, MetaData, String, Table, Text
+from sqlalchemy import BigInteger, Boolean, Column, Double, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 from ddpobs import wire
 
@@ -203,6 +203,20 @@ step_bins = Table(
 step_histogram = _source_table("step_histogram", _key("bound", Integer), _count("steps"), **_NARROW)
 bucket_sums = _layout_table("bucket_sums", Column("sums", LargeBinary, nullable=False))
 """The module `bucket_sums` defines the packed form of `sums`."""
+host_totals = Table(
+    "host_totals",
+    metadata,
+    _key("run_id", String),
+    _key("attempt", String),
+    Column("host", String(256), primary_key=True),
+    *_sums("made_ns", "commits", "began_ns", "wall_ns", "ranks", "has_rank_zero"),
+    Column("torch", String(64), nullable=False),
+    _text("tags"),
+    _text("parts"),
+    Column("excess_ratio", Double),
+    **_NARROW,
+)
+"""`store.rows.HostTotal` describes the columns. A row is written after a diagnosis, and goes with its run."""
 peer_totals = _source_table(
     "peer_totals",
     _key("rank", Integer),

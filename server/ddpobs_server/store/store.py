@@ -24,6 +24,7 @@ from ddpobs_server.store.queries import (
     audit_queries,
     column_queries,
     digest_queries,
+    fleet_queries,
     layout_queries,
     notification_queries,
     run_labels,
@@ -31,13 +32,13 @@ from ddpobs_server.store.queries import (
     token_queries,
     workspace_queries,
 )
-from ddpobs_server.store.rows import Aggregates, LayoutOutline, Run, RunVersion
+from ddpobs_server.store.rows import Aggregates, HostTotal, LayoutOutline, Run, RunVersion
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
 from ddpobs_server.store.sums import bucket_sums, stored_bins
 from ddpobs_server.store.sums.phase_totals import PhaseTotals
 from ddpobs_server.store.sums.unused_names import UnusedNames
 from ddpobs_server.store.upkeep import compaction, health_queries, removal
-from ddpobs_server.store.writing import deleted_attempts, fingerprints, ingest
+from ddpobs_server.store.writing import deleted_attempts, fingerprints, host_totals, ingest
 from ddpobs_server.store.writing.ingest import Arrival, Outcome, UnstorableBatchError
 
 _P = ParamSpec("_P")
@@ -251,6 +252,11 @@ class Store:
             outlines = self._outlines.read(connection, aggregate_queries.sources_of_attempt(run, attempt), _RUN_BUCKETS)
         return [outline for _, outline in outlines]
 
+    def fleet_totals(self, workspace: str, since_ns: int, max_runs: int) -> Iterator[tuple[str, HostTotal]]:
+        """Totals of runs by host, as `fleet_queries.fleet_totals` has them; the connection is open until the end."""
+        with self._engine.connect() as connection:
+            yield from fleet_queries.fleet_totals(connection, workspace, since_ns, max_runs)
+
     @contextmanager
     def _snapshot(self) -> Iterator[Connection]:
         """A connection that sees a single state of the database."""
@@ -303,6 +309,8 @@ class Store:
 
     read_step_bins = _reads(stored_bins.step_bins)
     step_bin_states = _reads(stored_bins.step_bin_states)
+    runs_without_totals = _reads(fleet_queries.without_totals)
+    write_host_totals = _writes(host_totals.write)
     write_step_bins = _writes(stored_bins.write_step_bins)
     keep_step_bin = _writes(stored_bins.keep_step_bin)
     runs_with_columns = _reads(run_queries.with_columns)

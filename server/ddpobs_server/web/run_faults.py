@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from ddpobs_server.store import UnavailableError
 
 _log = logging.getLogger(__name__)
-Work = Literal["metrics", "findings", "list", "diagnosis", "bins", "retention", "compaction", "webhook"]
+Work = Literal["metrics", "findings", "list", "diagnosis", "bins", "retention", "compaction", "webhook", "fleet"]
 _RETRY_S, _SHOWN_S = 60.0, 600.0
 """Seconds until a scrape reads a run again that failed, and for which a fault that does not recur is shown."""
 _MAX_RUNS = 10_000

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # Only their types: a route asks for the parts that it knows.
     from ddpobs_server.ingest.memory_budget import IngestMemoryBudget
     from ddpobs_server.ingest.writer import Writer
     from ddpobs_server.metrics.scrapes import Scrapes
+    from ddpobs_server.operations.fleet_totals import FleetTotals
     from ddpobs_server.operations.health_monitor import HealthMonitor
     from ddpobs_server.operations.retention import RetentionJob
     from ddpobs_server.operations.webhook_job import WebhookJob
@@ -62,6 +63,7 @@ class Services:
     retention: RetentionJob
     webhook: WebhookJob
     reloaded: Gauge
+    fleet: FleetTotals
 
 
 def keep_services(app: FastAPI, services: Services) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import httpx
 import msgspec
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from typer.testing import CliRunner
 
 from benchmarks.rig.collector import collector
 from ddpobs import wire
+from ddpobs.cli import main
 from ddpobs.shared.quantities import duration
 from tests.support.server import batches
 from tests.support.server.browsing import EVIL, Visit, batch, paused_visit, put, settle
@@ -230,3 +233,20 @@ def test_two_runs_of_the_list_are_compared(browser: Any, url: str) -> None:
     for width in (390, 320):
         visit.page.set_viewport_size({"width": width, "height": 844})
         visit.page.wait_for_function(f"document.documentElement.scrollWidth === {width}")
+
+
+def test_the_fleet_page_sums_up_the_runs(browser: Any, tmp_path: Path) -> None:
+    with collector(tmp_path) as running:
+        for rank in range(2):
+            put(running.url, batch("over", rank, slow=rank == 1, host=EVIL))
+        assert httpx.get(f"{running.url}/api/v1/runs/over/diagnostics").status_code == 200
+        while not httpx.get(f"{running.url}/api/v1/fleet").json()["by_host"]:
+            time.sleep(0.2)
+        visit = Visit(browser, f"{running.url}/fleet?weeks=4")
+        visit.page.locator("#by_host td").get_by_text(EVIL).wait_for()
+        assert visit.page.locator("#summary").inner_text().startswith("1 run took ")
+        assert visit.page.locator("#slow-hosts li").count() == 0
+        assert visit.errors == []
+        printed = CliRunner().invoke(main, ["fleet", "--collector", running.url])
+        assert printed.exit_code == 0, printed.output
+        assert EVIL in printed.output

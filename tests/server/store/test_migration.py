@@ -44,6 +44,7 @@ EARLIER = (
     "0014",
     "0015",
     "0016",
+    "0017",
 )
 """Earlier revisions of the schema that an existing database may have."""
 

@@ -11,7 +11,7 @@ from typing import Any
 from ddpobs_server.store import schema
 from sqlalchemy import Engine, event
 
-_BACKGROUND = {"ddpobs-limits", "ddpobs-retention", "ddpobs-watch"}
+_BACKGROUND = {"ddpobs-limits", "ddpobs-retention", "ddpobs-watch", "ddpobs-fleet"}
 """Threads of jobs that run by the clock, at any moment of a request."""
 SPREAD = set(schema.metadata.tables) - {table.name for table in schema.REFERENCE_TABLES}
 _READ = re.compile(r"\b(?:FROM|JOIN|UPDATE) (\w+)")

@@ -34,6 +34,7 @@ class Process:
         stuck_ns: Time without progress at its latest pulse, 0 if it goes on.
         failed: It ended in another way than in order, so its last step did not end.
         reason: Why there is no account; empty if there is one.
+        host: Its host; empty if it is not known.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class Process:
     stuck_ns: int = 0
     failed: bool = False
     reason: str = ""
+    host: str = ""
 
     @property
     def began_ns(self) -> int:

@@ -89,6 +89,8 @@ class AttemptAccount(Total):
         repeated_steps: Of them those that a later attempt repeated.
         by_rank: Parts of each rank; they add up to the attempt's wall time.
         missing: Reason for each rank without an account.
+        hosts: Host by rank, where it is known.
+        gap_ns: Time since the end of the earlier attempts; 0 for the first.
     """
 
     attempt: str
@@ -97,6 +99,8 @@ class AttemptAccount(Total):
     repeated_steps: int
     by_rank: dict[int, Parts]
     missing: dict[int, str] = field(default_factory=dict)
+    hosts: dict[int, str] = field(default_factory=dict)
+    gap_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,7 @@ def account_of(launches: Sequence[Launch]) -> RunAccount:
         if attempts and attempt.rank_ns:
             gap_ns = max(0, attempt.began_ns - max(earlier.until_ns for earlier in attempts))
             restart_ns += gap_ns * max(1, launch.world_size)
+            attempt = replace(attempt, gap_ns=gap_ns)
         if attempt.rank_ns or not attempts:
             rank_ns += attempt.rank_ns
             parts = added([parts, attempt.parts])
@@ -168,6 +173,7 @@ def _attempt(launch: Launch, *, is_last: bool) -> AttemptAccount:
         repeated_steps=0 if kept_steps is None else max(0, steps - kept_steps),
         by_rank=by_rank,
         missing=missing,
+        hosts={process.rank: process.host for process in launch.processes if process.host},
     )
 
 

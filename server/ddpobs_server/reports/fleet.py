@@ -1,0 +1,247 @@
+"""The fleet report: rank time of all runs of a workspace over weeks, slow hosts, and regressions, from stored totals.
+
+It reads no steps and no spans. Totals are summed while they are read, so that memory grows with the hosts, tags and
+versions, and hardly with the runs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import groupby
+from typing import Any
+
+from ddpobs.shared.quantities import counted
+from ddpobs.shared.words import percent
+from ddpobs_server.analysis.account.parts import PARTS, TITLES, is_lost
+from ddpobs_server.analysis.fleet.regressions import MIN_RUNS, Loss, Regression, regressions
+from ddpobs_server.analysis.fleet.slow_hosts import FALSE_ALARMS, HostInJob, SlowHost, slow_hosts
+from ddpobs_server.analysis.fleet.sums import Sum, week_begin_ns, week_of, week_shares
+from ddpobs_server.store import HostTotal, Store
+
+MAX_RUNS, MAX_TOTALS = 100_000, 400_000
+"""Maximum number of runs, and of their totals by host, that are read; the oldest are left out."""
+MAX_ROWS = 100
+"""Maximum number of rows of a table: those that lose most."""
+_MAX_JOB_HOSTS = 1_000_000
+"""Maximum number of hosts of all jobs together that are compared."""
+_NS_PER_HOUR = 3600 * 10**9
+_NOT_KNOWN = "not known"
+_ALL = ("all runs", "")
+_KINDS = {"host": "Runs on host {}", "tag": "Runs with the tag {}", "torch": "Runs with torch {}"}
+_Key = tuple[str, str]
+"""Kind of a group (`host`, `tag`, `torch`), and its name."""
+
+
+class _Fleet:
+    """Sums over the totals of all runs."""
+
+    def __init__(self, weeks: tuple[int, int]) -> None:
+        self._weeks = weeks
+        self.total = Sum()
+        self.by_week: defaultdict[int, Sum] = defaultdict(Sum)
+        self.groups: defaultdict[_Key, Sum] = defaultdict(Sum)
+        self.losses: defaultdict[_Key, list[Loss]] = defaultdict(list)
+        self.jobs: list[list[HostInJob]] = []
+        self.single_host_runs = self.uncompared_runs = self._job_hosts = 0
+
+    def add(self, run: str, totals: Sequence[HostTotal]) -> None:
+        """Add the totals of a run."""
+        is_inside = False
+        for _, of_attempt in groupby(totals, key=lambda total: total.attempt):
+            attempt = list(of_attempt)
+            for total in attempt:
+                is_inside |= self._add_total(run, total)
+            self._add_losses(attempt)
+        if is_inside:
+            self._add_job(totals)
+
+    def _add_total(self, run: str, total: HostTotal) -> bool:
+        shares = list(week_shares(total.began_ns, total.wall_ns, self._weeks))
+        for week, share in shares:
+            self.by_week[week].add(run, total.parts, share)
+        if share := sum(share for _, share in shares):
+            self.total.add(run, total.parts, share)
+            for key in _keys(total):
+                self.groups[key].add(run, total.parts, share)
+        return bool(shares)
+
+    def _add_losses(self, attempt: Sequence[HostTotal]) -> None:
+        """Add an attempt's loss to all of its groups, as far as its time is known."""
+        week = week_of(attempt[0].began_ns)
+        if not self._weeks[0] <= week <= self._weeks[1]:
+            return
+        known = [{part: ns for part, ns in total.parts.items() if part != "not_known"} for total in attempt]
+        rank_ns = sum(sum(parts.values()) for parts in known)
+        lost_ns = sum(ns for parts in known for part, ns in parts.items() if is_lost(part))
+        for key in {_ALL, *(key for total in attempt for key in _keys(total))}:
+            self.losses[key].append(Loss(week, rank_ns, lost_ns))
+
+    def _add_job(self, totals: Sequence[HostTotal]) -> None:
+        """Add the hosts of the latest attempt whose hosts were compared: a run is one job."""
+        compared = [total for total in totals if total.excess_ratio is not None]
+        if not compared:
+            self.single_host_runs += len({total.host for total in totals}) == 1
+            self.uncompared_runs += len({total.host for total in totals}) > 1
+            return
+        attempt = max(compared, key=lambda total: (total.began_ns, total.attempt)).attempt
+        job = [
+            HostInJob(total.host, total.ranks, total.excess_ratio, total.has_rank_zero)
+            for total in compared
+            if total.attempt == attempt and total.excess_ratio is not None
+        ]
+        self._job_hosts += len(job)
+        if self._job_hosts <= _MAX_JOB_HOSTS:
+            self.jobs.append(job)
+
+
+def fleet_json(store: Store, workspace: str, weeks: int, now_ns: int, tag: str | None = None) -> dict[str, Any]:
+    """Return the fleet report of a workspace.
+
+    Args:
+        store: Source of the totals.
+        workspace: The workspace.
+        weeks: Number of weeks, with the present one.
+        now_ns: The collector's wall clock.
+        tag: Only runs with this tag; None for all.
+    """
+    last = week_of(now_ns)
+    first = last - weeks + 1
+    fleet, limits = _Fleet((first, last)), _Limits()
+    stored = store.fleet_totals(workspace, week_begin_ns(first), MAX_RUNS + 1)
+    for run, rows in groupby(limits.within(stored), key=lambda row: row[0]):
+        totals = [total for _, total in rows if tag is None or tag in total.tags]
+        if totals:
+            fleet.add(run, totals)
+    tables = {kind: _table(fleet.groups, kind) for kind in _KINDS}
+    return {
+        "weeks": weeks,
+        "tag": tag,
+        "began_ns": week_begin_ns(first),
+        "until_ns": now_ns,
+        **_sum_json(fleet.total),
+        "by_week": [
+            {"began_ns": week_begin_ns(week), **_sum_json(fleet.by_week[week])}
+            for week in range(first, last + 1)
+            if week in fleet.by_week
+        ],
+        **{f"by_{kind}": rows for kind, (rows, _) in tables.items()},
+        "rows_left_out": {kind: left_out for kind, (_, left_out) in tables.items()},
+        "slow_hosts": [_slow_host_json(host) for host in slow_hosts(fleet.jobs)],
+        "compared_runs": len(fleet.jobs),
+        "false_alarms": FALSE_ALARMS,
+        "regressions": [_regression_json(found) for found in regressions(fleet.losses)],
+        "missing": _missing(fleet, limits.left_out),
+    }
+
+
+class _Limits:
+    """Ends the totals at the limits, after a whole run."""
+
+    def __init__(self) -> None:
+        self.left_out = False
+
+    def within(self, stored: Iterable[tuple[str, HostTotal]]) -> Iterator[tuple[str, HostTotal]]:
+        """Return the totals of the first runs."""
+        runs, latest = 0, None
+        for count, (run, total) in enumerate(stored):
+            if run != latest:
+                runs, latest = runs + 1, run
+                if runs > MAX_RUNS or count >= MAX_TOTALS:
+                    self.left_out = True
+                    return
+            yield run, total
+
+
+def _keys(total: HostTotal) -> Iterator[_Key]:
+    yield "host", total.host
+    yield "torch", total.torch
+    for tag in total.tags:
+        yield "tag", tag
+
+
+def _table(groups: Mapping[_Key, Sum], kind: str) -> tuple[list[dict[str, Any]], int]:
+    """Return the groups of a kind that lose most, and the number of the others."""
+    of_kind = [(name, group) for (of, name), group in groups.items() if of == kind]
+    of_kind.sort(key=lambda item: (-item[1].lost_ns, item[0]))
+    rows = [{"name": name or _NOT_KNOWN, **_sum_json(group)} for name, group in of_kind[:MAX_ROWS]]
+    return rows, max(0, len(of_kind) - MAX_ROWS)
+
+
+def _sum_json(total: Sum) -> dict[str, Any]:
+    rank_ns = total.rank_ns
+    lost = sorted((part for part in total.parts if is_lost(part)), key=lambda part: -total.parts[part])
+    return {
+        "runs": total.runs,
+        "rank_hours": rank_ns / _NS_PER_HOUR,
+        "lost_hours": total.lost_ns / _NS_PER_HOUR,
+        "goodput": total.goodput,
+        "causes": [
+            {
+                "part": part,
+                "title": TITLES[part],
+                "hours": total.parts[part] / _NS_PER_HOUR,
+                "share": total.parts[part] / rank_ns,
+            }
+            for part in lost
+            if part in PARTS and total.parts[part] > 0
+        ],
+    }
+
+
+def _slow_host_json(host: SlowHost) -> dict[str, Any]:
+    text = (
+        f"{host.host} was the slowest host in {host.slow_jobs} of {counted(host.jobs, 'job')}; "
+        f"{host.expected_jobs:.1f} are expected by chance. It was late by {percent(host.excess_ratio)} of a step."
+    )
+    if host.rank_zero_jobs == host.slow_jobs:
+        text += " It held rank 0 in all of them: the work of rank 0 may be the cause."
+    return {
+        "host": host.host,
+        "jobs": host.jobs,
+        "slow_jobs": host.slow_jobs,
+        "expected_jobs": host.expected_jobs,
+        "rank_zero_jobs": host.rank_zero_jobs,
+        "excess_ratio": host.excess_ratio,
+        "chance": host.chance,
+        "text": text,
+    }
+
+
+def _regression_json(found: Regression) -> dict[str, Any]:
+    kind, name = found.group
+    group = "All runs" if found.group == _ALL else _KINDS[kind].format(name or _NOT_KNOWN)
+    week = datetime.fromtimestamp(week_begin_ns(found.week) / 1e9, UTC)
+    text = (
+        f"{group} lost {percent(found.lost_share)} of their known time in the week of {week:%Y-%m-%d}, "
+        f"and {percent(found.lost_share_before)} in the weeks before."
+    )
+    return {
+        "kind": "all" if found.group == _ALL else kind,
+        "name": name or _NOT_KNOWN if found.group != _ALL else "",
+        "week_began_ns": week_begin_ns(found.week),
+        "runs": found.runs,
+        "runs_before": found.runs_before,
+        "lost_share": found.lost_share,
+        "lost_share_before": found.lost_share_before,
+        "chance": found.chance,
+        "text": text,
+    }
+
+
+def _missing(fleet: _Fleet, left_out: bool) -> list[str]:
+    missing = []
+    if not fleet.jobs:
+        missing.append("slow hosts: no run with several hosts has enough compared steps")
+    for count, reason in (
+        (fleet.single_host_runs, "has one host"),
+        (fleet.uncompared_runs, "has too few steps, or ranks that do not all wait for each other"),
+    ):
+        if count:
+            missing.append(f"slow hosts: {counted(count, 'run')} left out, each {reason}")
+    if len(fleet.losses[_ALL]) < 2 * MIN_RUNS:
+        missing.append(f"regressions: {MIN_RUNS} attempts in a week and in the four weeks before are needed")
+    if left_out:
+        missing.append(f"older runs: more than {MAX_RUNS:,} runs, or {MAX_TOTALS:,} hosts of runs")
+    return missing
