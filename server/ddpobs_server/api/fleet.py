@@ -24,16 +24,16 @@ class LostPart(TypedDict):
 
     part: Annotated[str, doc("Name of the part of the account.")]
     title: Title
-    hours: Annotated[float, doc("Rank-hours.")]
-    share: Annotated[float, doc("Share of the rank-hours.")]
+    hours: Annotated[float, doc("Hours of all ranks.")]
+    share: Annotated[float, doc("Share of the hours of all ranks.")]
 
 
 class FleetSum(TypedDict):
     """Sums over runs. An attempt's time is spread evenly over the weeks in which it ran."""
 
     runs: Annotated[int, doc("Number of runs.")]
-    rank_hours: Annotated[float, doc("Wall time summed over the ranks, in hours.")]
-    lost_hours: Annotated[float, doc("Rank-hours of the parts that are lost.")]
+    rank_hours: Annotated[float, doc("Hours of all ranks, in wall time.")]
+    lost_hours: Annotated[float, doc("Hours of all ranks in the parts that are lost.")]
     goodput: Goodput
     causes: Annotated[list[LostPart], doc("Lost parts, the largest first.")]
 
