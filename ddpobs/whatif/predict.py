@@ -21,6 +21,8 @@ _CONTENTION_RANGE = (0.5, 1.5)
 """Range of the contention that an interval counts, as multiples of the fitted one."""
 _UNKNOWN_CONTENTION = 0.1
 """Share of computation lost beside communication that an interval counts where it was not measured: an assumption."""
+_MAX_WAIT_SHARE = 0.5
+"""Maximum wait of an advised bucket for its last gradient, as a share of backward: a late gradient holds up so much."""
 _COVERAGE = 1.645
 """Standard deviations that hold nine in ten values."""
 
@@ -58,13 +60,15 @@ def predict(fitted: Fitted, change: Change) -> Prediction | str:
 def best_caps(fitted: Fitted, change: Change | None = None) -> tuple[Change, Prediction] | str:
     """Return the limits of the buckets that give the shortest step, beside another change.
 
-    It compares the limits of `CAPS_MB`, and the list of limits of `best_split`.
+    It compares the limits of `CAPS_MB`, and the list of limits of `best_split`, whose buckets wait for their last
+    gradient for at most half of backward.
     """
     change = change or Change()
     tried = [replace(change, caps_mb=(cap,)) for cap in CAPS_MB]
     if fitted.parameters_known:
         typical = fitted.typical
-        split = best_split(typical.arrival_ns, typical.sizes, _link(fitted, typical.link, change))
+        max_wait_ns = _MAX_WAIT_SHARE * float(typical.arrival_ns.max())
+        split = best_split(typical.arrival_ns, typical.sizes, _link(fitted, typical.link, change), max_wait_ns)
         tried.append(replace(change, caps_mb=tuple(split)))
     results = [(each, predict(fitted, each)) for each in tried]
     known = [(each, result) for each, result in results if isinstance(result, Prediction)]

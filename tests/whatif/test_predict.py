@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import pytest
 
 from ddpobs.whatif import Change, Fitted, Observed, Prediction, best_caps, fit, predict
+from ddpobs.whatif.buckets import fill
+from ddpobs.whatif.link import Link
 from ddpobs.whatif.strategies import HOST_NS
 from tests.support.whatif import MS, World
 
@@ -115,6 +118,24 @@ def test_the_advised_caps_are_as_fast_as_the_best(world: World) -> None:
     taken_ns = world.step_ns(*change.caps_mb)
     assert taken_ns <= 1.01 * min(map(world.step_ns, CAPS))
     assert answer.step_ns == pytest.approx(taken_ns, rel=0.02)
+
+
+def test_no_bucket_of_an_advised_list_waits_for_more_than_half_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transfers of 45 ms: without a bound the last bucket takes the gradients of 45 of the 60 ms."""
+    monkeypatch.setattr(import_module("ddpobs.whatif.predict"), "CAPS_MB", ())
+    world = World(link=Link(45 * MS, 0.2, is_separated=True))
+    result = best_caps(fitted(world.observed(2.5)))
+    assert not isinstance(result, str), result
+    last = np.cumsum([len(each) for each in np.split(world.sizes, _ends(world, result[0]))])
+    first = np.append(0, last[:-1])
+    assert (world.arrival_ns[last - 1] - world.arrival_ns[first]).max() <= 30.5 * MS
+
+
+def _ends(world: World, change: Change) -> list[int]:
+    """Return the number of gradients before each bucket but the first."""
+    assert change.caps_mb is not None
+    ends = fill(np.arange(40.0), world.sizes, change.caps_mb)[0]
+    return [int(end) + 1 for end in ends[:-1]]
 
 
 def test_noisy_steps_widen_the_interval() -> None:
