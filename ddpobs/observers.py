@@ -158,8 +158,8 @@ class BackwardObserver(Protocol):
         """Whether a call of torch's `backward` is in progress, so that `on_backward_end` will report its end."""
         ...
 
-    def on_backward_end(self, callback: Callable[[], None], /) -> Callable[[], None]:
-        """Call a function when the outermost backward returns. The result unregisters it."""
+    def on_backward_end(self, callback: Callable[[bool], None], /) -> Callable[[], None]:
+        """Call a function when a backward ends, with whether it raised. The result unregisters it."""
         ...
 
 

@@ -331,9 +331,9 @@ class Attachment:
 
         return stamp
 
-    def _backward_ended(self) -> None:
+    def _backward_ended(self, raised: bool) -> None:
         # Tasks are numbered in order: the backward of a checkpoint inside the forward ends in a task that is later.
-        if torch._C._current_graph_task_id() <= self._forward_task:
+        if not raised and torch._C._current_graph_task_id() <= self._forward_task:
             self._finish_record()
 
     @never_raises

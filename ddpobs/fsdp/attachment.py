@@ -116,7 +116,7 @@ class FullyShardedAttachment:
         """Stamp of the latest gradients that torch reduces in the backward under way; 0 before the first ones."""
         self._scattered: int | None = None
         """Row of the reduce-scatter launched last on a device, which the next unit's waits for."""
-        self._stop_listening = recorder.on_backward_end(self._backward_returned)
+        self._stop_listening = recorder.on_backward_end(self._backward_ended)
         _by_root[fully_shard.state_of(model)] = self
         _by_unit.update(dict.fromkeys(units, self))
         self._finalizer = weakref.finalize(model, _detach_collected, self._stop_listening, recorder)
@@ -247,9 +247,17 @@ class FullyShardedAttachment:
         if row is not None and current.has(row) and not current.waited_from_ns[row]:
             current.waited_from_ns[row] = self._now()
 
-    def _backward_returned(self) -> None:
-        if torch._C._current_graph_task_id() < 0:  # Else a checkpoint's backward inside the model's has returned.
+    def _backward_ended(self, raised: bool) -> None:
+        if torch._C._current_graph_task_id() >= 0:  # A checkpoint's backward inside the model's has ended.
+            return
+        if raised:
+            self._abandon()
+        else:
             self._finish()
+
+    def _abandon(self) -> None:
+        """Drop the stamps of a backward that raised, and of its forward. Earlier passes belong to the open step."""
+        self._pass, self._scattered, self._last_ready = None, None, 0
 
     @never_raises
     def _finish(self) -> None:

@@ -58,7 +58,7 @@ class Journal:
         evaluation: Whether evaluation mode marks evaluations.
         modules: Number of DDP modules.
         trained: Indexes of the modules whose gradients were reduced.
-        on_backward_end: Called when a backward has returned, the outermost or a nested one.
+        on_backward_end: Called when a backward has ended, the outermost or a nested one, with whether it raised.
         synchronised: Synchronised backward passes that have begun.
         buffer_broadcasts: Broadcasts of a DDP module's buffers that have begun.
         optimizer_is_running: Returns whether an optimizer's step that began is still on the stack.
@@ -90,7 +90,7 @@ class Journal:
         """Optimizer steps under way, also after an error: torch does not report it."""
         self.modules = self.synchronised = self.buffer_broadcasts = self.forwards = 0
         self.trained: set[int] = set()
-        self.on_backward_end: list[Callable[[], None]] = []
+        self.on_backward_end: list[Callable[[bool], None]] = []
         self.forward_places: Places = {}
         self.optimizer_is_running: Callable[[], bool | None] = lambda: True
         after_fork.reset_after_fork(self)
@@ -234,8 +234,8 @@ class Journal:
 
     def backward_ended(self, raised: bool = False) -> None:
         """The innermost backward that was recorded returned or raised."""
-        if self.on_backward_end and not raised:
-            self._call_backward_end()
+        if self.on_backward_end:
+            self._call_backward_end(raised)
         if self._nested:
             self._nested_backward_ended()
             return
@@ -364,9 +364,9 @@ class Journal:
             self.entries.append((StepTracker.counters_read, 0, self._counters.read()))
 
     @never_raises
-    def _call_backward_end(self) -> None:
+    def _call_backward_end(self, raised: bool) -> None:
         for callback in tuple(self.on_backward_end):  # A module that is collected meanwhile removes its callback.
-            callback()
+            callback(raised)
 
     def _confirm_in_backward(self) -> bool:
         """Return whether a backward is really under way: an interrupt may have prevented the report of its end."""

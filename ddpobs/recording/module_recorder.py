@@ -203,8 +203,8 @@ class ModuleRecorder:
         self._journal.buffer_broadcasts += 1
         return self.now()
 
-    def on_backward_end(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` whenever the outermost backward returns; the result removes it."""
+    def on_backward_end(self, callback: Callable[[bool], None]) -> Callable[[], None]:
+        """Call `callback` whenever a backward ends, with whether it raised; the result removes it."""
         callbacks = self._journal.on_backward_end
         callbacks.append(callback)
         return lambda: callbacks.remove(callback) if callback in callbacks else None

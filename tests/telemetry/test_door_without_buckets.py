@@ -32,7 +32,7 @@ class Door:
     def _ready(self, _: torch.Tensor) -> None:
         self._last_ready = self.observer.now()
 
-    def _backward_ended(self) -> None:
+    def _backward_ended(self, _raised: bool) -> None:
         record = self.observer.backward()
         assert record is not None
         record.last_ready = self._last_ready
