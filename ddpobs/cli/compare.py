@@ -79,7 +79,7 @@ def _print(response: dict[str, Any]) -> None:
         delays = " and ".join(f"{run['run_delay_ns'] / 1e6:.1f}" for run in (a, b))
         _echo(f"Other programs may be the cause: ranks had no processor for {delays} ms of a step", "warning")
     _echo(f"{a['steps']} steps of {a['run']} and {b['steps']} of {b['run']}, without long ones")
-    for line in ["", *_table(response["changes"])]:
+    for line in ["", *_table(response["changes"], _compared(response))]:
         _echo(line)
     sections = {
         "differs": [f"{row['title']}: {_fact(row['a'])} → {_fact(row['b'])}" for row in response["differences"]],
@@ -97,7 +97,12 @@ def _echo(line: str, word: str = "") -> None:
     typer.echo(coloured(printable(line), word) if word else printable(line))
 
 
-def _table(changes: list[dict[str, Any]]) -> list[str]:
+def _compared(response: dict[str, Any]) -> str:
+    words: str = response.get("buckets", {}).get("compared", "buckets compared")  # Older collectors send none.
+    return words
+
+
+def _table(changes: list[dict[str, Any]], compared: str) -> list[str]:
     """Return a line for each time that a run has; of buckets, those that changed."""
     buckets = [change for change in changes if change["kind"] in _OF_BUCKET]
     shown = [change for change in changes if change["kind"] not in _OF_BUCKET and (change["a_ns"] or change["b_ns"])]
@@ -109,7 +114,7 @@ def _table(changes: list[dict[str, Any]]) -> list[str]:
         for title, change in zip(titles, shown, strict=True)
     ]
     return [line.rstrip() for line in lines] + (
-        [f"  {len(buckets) // 2} buckets compared; those that changed are listed"] if buckets else []
+        [f"  {compared}; those that changed are listed"] if buckets else []
     )
 
 

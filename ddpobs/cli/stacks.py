@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from ddpobs.cli.app import LOOK, CollectorOption, RunArgument, ask, chosen_run, main, settings
-from ddpobs.shared.words import bucket_name
+from ddpobs.shared.words import bucket_title
 from ddpobs.wire import printable
 
 
@@ -15,12 +15,27 @@ from ddpobs.wire import printable
 def stacks(run_id: RunArgument = None, collector: CollectorOption = None) -> None:
     """Print the last known place and stacks of each rank of a run; the ranks' processes are not involved."""
     config = settings(collector)
-    for rank in ask(config, f"/runs/{chosen_run(config, run_id)}/ranks").document["ranks"]:
-        for line in _stack_lines(rank):
+    run = chosen_run(config, run_id)
+    ranks = ask(config, f"/runs/{run}/ranks").document["ranks"]
+    pulses = [rank.get(name) or {} for rank in ranks for name in ("pulse", "stuck_pulse")]
+    in_buckets = any(pulse.get("activity") == "bucket" for pulse in pulses)
+    titles = _titles(ask(config, f"/runs/{run}/layout").document["layouts"]) if in_buckets else {}
+    for rank in ranks:
+        for line in _stack_lines(rank, titles):
             typer.echo(printable(line))
 
 
-def _stack_lines(rank: dict[str, Any]) -> list[str]:
+def _titles(layouts: list[dict[str, Any]]) -> dict[tuple[int, int], str]:
+    """Names of the buckets, or of the units' collectives, of each module's latest layout."""
+    return {
+        (layout["module"], bucket["bucket"]): bucket["title"]
+        for layout in layouts  # By revision.
+        for bucket in layout["buckets"]
+        if "title" in bucket  # Older collectors send none.
+    }
+
+
+def _stack_lines(rank: dict[str, Any], titles: dict[tuple[int, int], str]) -> list[str]:
     """Lines on one rank: its activity, and the frames of its threads with the innermost last."""
     title, pulse = f"rank {rank['rank']}", rank.get("pulse") or {}
     if host := rank.get("host"):
@@ -31,7 +46,8 @@ def _stack_lines(rank: dict[str, Any]) -> list[str]:
         pulse = stuck
     activity = " ".join(filter(None, [pulse.get("activity") or pulse["phase"], pulse.get("waits_in")]))
     if pulse.get("activity") == "bucket" and pulse["bucket"] not in (None, -1):  # Older collectors send -1.
-        activity += f" {bucket_name(pulse.get('module') or 0, pulse['bucket'])}"
+        place = pulse.get("module") or 0, pulse["bucket"]
+        activity = titles.get(place) or bucket_title(*place)
     title += f": {activity}, step {pulse['step']}, no progress for {pulse.get('idle_ns', 0) / 1e9:.0f} s"
     title += " until it was ended" if stuck else ""
     if place := pulse.get("place"):

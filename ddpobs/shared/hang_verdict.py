@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddpobs.shared.judged_rank import JudgedRank
-from ddpobs.shared.words import bucket_title, format_bucket, format_ranks
+from ddpobs.shared.words import bucket_phrase, format_bucket, format_ranks
 from ddpobs.wire.fields import UNKNOWN
 from ddpobs.wire.pulse import Pulse
 from ddpobs.wire.schema import Bucket
@@ -272,8 +272,7 @@ def _in(state: JudgedRank, buckets: BucketLookup) -> str:
     if pulse.bucket < 0:
         return f"in the backward of step {pulse.step}"
     bucket = buckets(pulse.module, pulse.bucket)
-    article = "the " if bucket is not None and bucket.unit else ""
-    return f"in {article}{bucket_title(pulse.module, pulse.bucket, bucket)} of step {pulse.step}"
+    return f"in {bucket_phrase(pulse.module, pulse.bucket, bucket)} of step {pulse.step}"
 
 
 def _bucket(pulse: Pulse, buckets: BucketLookup) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ddpobs.wire.schema import Bucket
 
@@ -13,6 +13,23 @@ _UNIT_COLLECTIVES = {
     "reduce_scatter": "reduce-scatter",
     "all_reduce": "all-reduce over replicas",
 }
+
+
+class Parts(NamedTuple):
+    """What the rows of a layout are called.
+
+    Attributes:
+        heading: Above all of them.
+        noun: What one of them is of.
+        row: One of them, where they are counted.
+    """
+
+    heading: str
+    noun: str
+    row: str
+
+
+BUCKETS, UNITS = Parts("Buckets", "bucket", "bucket"), Parts("Units", "unit", "collective")
 MAX_NAMED_RANKS = 8
 MAX_NAMED_PARAMETERS = 3
 LABELS = {
@@ -53,7 +70,23 @@ def bucket_title(module: int, index: int, bucket: Bucket | None = None) -> str:
     """
     if bucket is None or not bucket.unit:
         return f"bucket {bucket_name(module, index)}"
-    return f"{_UNIT_COLLECTIVES.get(bucket.kind, bucket.kind)} of unit {bucket.unit}"
+    return unit_title(bucket.kind, bucket.unit)
+
+
+def unit_title(kind: str, unit: str) -> str:
+    """A collective of a fully sharded unit, `reduce-scatter of unit blocks.3`; `kind` is one of `wire.UNIT_KINDS`."""
+    return f"{_UNIT_COLLECTIVES.get(kind, kind)} of unit {unit}"
+
+
+def bucket_phrase(module: int, index: int, bucket: Bucket | None = None) -> str:
+    """The same within a sentence: `bucket 0.2`, or `the reduce-scatter of unit blocks.3`."""
+    article = "the " if bucket is not None and bucket.unit else ""
+    return article + bucket_title(module, index, bucket)
+
+
+def parts_of(buckets: Iterable[Bucket]) -> Parts:
+    """What these rows of layouts are called: buckets, or units if a model is fully sharded."""
+    return UNITS if any(bucket.unit for bucket in buckets) else BUCKETS
 
 
 def format_bucket(module: int, index: int, bucket: Bucket | None = None) -> str:

@@ -332,8 +332,10 @@ def test_stacks_prints_place_and_stack_of_each_rank() -> None:
         {"rank": 3, "pulse": {"phase": "forward", "step": 3, "bucket": -1}},
         ended | {"rank": 4},
         ended | {"rank": 5, "pulse": {"phase": "forward", "step": 50, "bucket": -1}},
+        {"rank": 6, "pulse": waiting | {"module": 1}},
     ]
-    answers = {"/api/v1/runs/a-run/ranks": {"ranks": ranks}}
+    unit = {"module": 1, "buckets": [{"bucket": 2, "title": "reduce-scatter of unit blocks.3"}]}
+    answers = {"/api/v1/runs/a-run/ranks": {"ranks": ranks}, "/api/v1/runs/a-run/layout": {"layouts": [unit]}}
     with collector(lambda path: (200, {}, json.dumps(answers[path]).encode())) as server:
         completed = ddpobs("stacks", "a-run", "--collector", server.url)
     no_stack = "  no stack: a rank sends it once it is stuck"
@@ -352,5 +354,7 @@ def test_stacks_prints_place_and_stack_of_each_rank() -> None:
         "  thread writer:",
         "    train.py:9 write",
         "rank 5: forward, step 50, no progress for 0 s",
+        no_stack,
+        "rank 6: reduce-scatter of unit blocks.3, step 40, no progress for 0 s",
         no_stack,
     ]

@@ -95,6 +95,13 @@ class ChangedFindings(TypedDict):
     stayed: Annotated[list[FindingResponse], doc("Findings that both have, as of run b.")]
 
 
+class ComparedBuckets(TypedDict):
+    """The buckets, or the units' collectives, that have the same parameters in both runs."""
+
+    heading: Annotated[str, doc("`Buckets`, or `Units` for a fully sharded model.")]
+    compared: Annotated[str, doc("How many are compared: `12 buckets have the same parameters in both runs`.")]
+
+
 class Comparison(AttemptResponse):
     """Run b against run a, the run in the address."""
 
@@ -109,6 +116,7 @@ class Comparison(AttemptResponse):
         list[Change],
         doc("The step first, then long steps, phases and the buckets that have the same parameters in both runs."),
     ]
+    buckets: Annotated[ComparedBuckets, doc("The buckets that both runs have, in words.")]
     too_few: Annotated[str, doc("A sentence if the steps are too few to judge; else empty.")]
     limit: Annotated[Limit, doc("Judgement by `limit`.")]
     disturbed: Annotated[

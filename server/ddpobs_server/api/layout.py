@@ -8,6 +8,7 @@ import msgspec
 from fastapi import APIRouter, Query, Response
 from typing_extensions import TypedDict
 
+from ddpobs.shared.words import bucket_title, parts_of
 from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
 from ddpobs_server.api.deps import AttemptDep, ModuleQuery, RunDep, StoreDep
 from ddpobs_server.api.fields import (
@@ -54,6 +55,7 @@ class LaidOutBucket(TypedDict):
     parameters: Annotated[list[Parameter], doc("The bucket's parameters.")]
     kind: Annotated[str, doc("`bucket`, or the unit's collective, such as `all_gather_again` (in backward).")]
     unit: Annotated[str, doc("Name of the unit; empty for a bucket.")]
+    title: Annotated[str, doc("Its name in words: `bucket 0.2`, or `reduce-scatter of unit blocks.3`.")]
 
 
 class Layout(Module):
@@ -61,6 +63,7 @@ class Layout(Module):
 
     revision: Revision
     comm: Annotated[str, doc("Strategy of communication.")]
+    noun: Annotated[str, doc("What `buckets` holds: `bucket`, or `unit` for the collectives of a sharded model's units.")]
     buckets: Annotated[list[LaidOutBucket], doc("The buckets, in launch order.")]
 
 
@@ -125,8 +128,10 @@ def get_layout(run: RunDep, attempt: AttemptDep, store: StoreDep, module: Module
             "name": layout.name,
             "revision": layout.revision,
             "comm": layout.comm,
+            "noun": parts_of(layout.buckets).noun,
             "buckets": [
-                {"bucket": index, **msgspec.structs.asdict(bucket)} for index, bucket in enumerate(layout.buckets)
+                {"bucket": index, **msgspec.structs.asdict(bucket), "title": bucket_title(layout.module, index, bucket)}
+                for index, bucket in enumerate(layout.buckets)
             ],
         }
         for layout in stored

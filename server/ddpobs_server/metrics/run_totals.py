@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ddpobs_server.store import Aggregates, BucketRollup, PeerTotal, Run
+from ddpobs_server.metrics.metric import escape
+from ddpobs_server.store import Aggregates, BucketRollup, LayoutOutline, PeerTotal, Run
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def totals_by_run(totals: Aggregates) -> Iterator[RunTotals]:
     for key, peer in totals.peers:
         peers[key].append(peer)
     for key, row in totals.buckets:
-        buckets[key].append((row, int(totals.sizes[key, row.module, row.revision][row.bucket])))
+        buckets[key].append((row, totals.outlines[key, row.module, row.revision]))
     for run in totals.runs:
         if run.run in totals.changed:
             yield RunTotals(
@@ -70,17 +71,24 @@ def totals_by_run(totals: Aggregates) -> Iterator[RunTotals]:
             )
 
 
-def _by_label(rows: Iterable[tuple[BucketRollup, int]]) -> list[BucketTotal]:
+def _by_label(rows: Iterable[tuple[BucketRollup, LayoutOutline]]) -> list[BucketTotal]:
     """Add up the layouts of each bucket. Rows are ordered by revision, so the latest layout's size remains."""
     sums: dict[str, BucketTotal] = {}
-    for row, size_bytes in rows:
-        label = str(row.bucket) if row.module == 0 else f"{row.module}.{row.bucket}"
+    for row, outline in rows:
+        label = _label(row, outline)
         before = sums.get(label, BucketTotal(label, 0, 0, 0, 0))
         sums[label] = BucketTotal(
             label,
             before.compute_ns + row.compute_ns,
             before.comm_ns + row.comm_ns,
             before.exposed_ns + row.exposed_ns,
-            size_bytes,
+            int(outline.size_bytes[row.bucket]),
         )
     return list(sums.values())
+
+
+def _label(row: BucketRollup, outline: LayoutOutline) -> str:
+    """The number of a bucket, or the name of a unit's collective; of other modules than the first with theirs."""
+    name = escape(outline.titles[row.bucket]) if outline.titles else ""
+    name = name or str(row.bucket)
+    return name if row.module == 0 else f"{row.module}.{name}"

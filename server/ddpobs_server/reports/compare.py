@@ -10,6 +10,8 @@ import msgspec
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.quantities import counted
+from ddpobs.shared.words import Parts, bucket_title, parts_of
 from ddpobs_server.analysis.comparison import compare
 from ddpobs_server.analysis.comparison import facts as compare_facts
 from ddpobs_server.analysis.comparison.compare import Change, RunTimes
@@ -67,7 +69,7 @@ def compare_json(store: Store, a: Side, b: Side, limit: float) -> dict[str, Any]
     result = compare.compare(*times)
     differences = compare_facts.differences(*(_facts(read) for read in reads))
     name_a, name_b = (side.run.rpartition("/")[2] for side in (a, b))
-    step_ns = result.changes[0].a_ns
+    step_ns, parts = result.changes[0].a_ns, parts_of(bucket for layout in reads[1].layouts for bucket in layout.buckets)
     return {
         "run": name_a,
         "attempt": a.attempt,
@@ -77,6 +79,7 @@ def compare_json(store: Store, a: Side, b: Side, limit: float) -> dict[str, Any]
         "b": _side_json(b, 1, result),
         "confidence": compare.CONFIDENCE,
         "changes": [_change_json(change, step_ns, change_title(change, result)) for change in result.changes],
+        "buckets": {"heading": parts.heading, "compared": _compared(parts, len(names_b))},
         "too_few": result.too_few,
         "limit": {
             "ratio": limit,
@@ -88,6 +91,10 @@ def compare_json(store: Store, a: Side, b: Side, limit: float) -> dict[str, Any]
         "differences": [msgspec.structs.asdict(row) | {"title": fact_title(row.name)} for row in differences],
         "findings": compare_facts.findings_that_changed(a.diagnosis["findings"], b.diagnosis["findings"]),
     }
+
+
+def _compared(parts: Parts, count: int) -> str:
+    return f"{counted(count, parts.row)} {'has' if count == 1 else 'have'} the same parameters in both runs"
 
 
 def _side_json(side: Side, index: int, result: compare.Comparison) -> dict[str, Any]:
@@ -179,8 +186,10 @@ def _bucket_names(a: list[wire.Layout], b: list[wire.Layout]) -> tuple[Buckets, 
     def name(module: int, bucket: int) -> str:
         parameters = [parameter.name for parameter in layouts[module].buckets[bucket].parameters]
         number = f"{module}.{bucket}" if len(layouts) > 1 else str(bucket)
+        known = layouts[module].buckets[bucket]
+        title = bucket_title(module, bucket, known) if known.unit else f"bucket {number}"
         more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
-        return f"bucket {number}: {parameters[0]}{more}" if parameters else f"bucket {number}"
+        return f"{title}: {parameters[0]}{more}" if parameters else title
 
     return {key: name(*key) for key in pairs.values()}, {key: name(*of_a) for key, of_a in pairs.items()}
 
@@ -228,7 +237,10 @@ def _rows_of(spans: wire.Spans, buckets: list[tuple[int, int]]) -> Iterator[wire
 
 
 def _since_previous(rank: wire.Ints, spans: wire.Spans) -> wire.Ints:
-    """Return the time from the readiness of the bucket before, in the same step, rank and module; 0 for the first."""
+    """Return the time from the readiness of the bucket before, in the same step, rank and module; 0 for the first.
+
+    It is 0 for a unit's collective, before which others move as well.
+    """
     order = np.lexsort((spans.ready_ns, spans.module, rank, spans.step))
     ready = spans.ready_ns[order]
     since = np.diff(ready, prepend=0)
@@ -239,4 +251,4 @@ def _since_previous(rank: wire.Ints, spans: wire.Spans) -> wire.Ints:
     since[is_first] = 0
     result = np.empty_like(since)
     result[order] = since
-    return np.maximum(result, 0)
+    return np.where(spans.waited_ns == wire.UNKNOWN, np.maximum(result, 0), 0)

@@ -304,6 +304,7 @@ class LayoutOutline:
         size_bytes: Of each bucket, shape [buckets].
         dtypes: Of each bucket.
         parameters: Number in each bucket, shape [buckets].
+        titles: Names of a fully sharded model's rows; empty for buckets.
     """
 
     module: int
@@ -312,6 +313,7 @@ class LayoutOutline:
     size_bytes: npt.NDArray[np.float64]
     dtypes: tuple[str, ...]
     parameters: npt.NDArray[np.int32]
+    titles: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -326,7 +328,7 @@ class Aggregates:
         facts: Backend, device and version of torch, by run.
         histograms: Steps under each of `schema.STEP_BOUNDS_S` and above the last, by run.
         buckets: Sums of each bucket that a layout names.
-        sizes: Sizes of the buckets by run, module and revision.
+        outlines: Layouts by run, module and revision.
         reduced_bytes: Rank, and bytes of the buckets that it reduced.
         peers: Straggler statistics of each rank.
         unused: Number of parameters without a gradient, by run.
@@ -339,7 +341,7 @@ class Aggregates:
     facts: dict[str, tuple[str, str, str]]
     histograms: dict[str, list[int]]
     buckets: list[tuple[str, BucketRollup]]
-    sizes: dict[tuple[str, int, int], npt.NDArray[np.float64]]
+    outlines: dict[tuple[str, int, int], LayoutOutline]
     reduced_bytes: list[tuple[str, int, int]]
     peers: list[tuple[str, PeerTotal]]
     unused: dict[str, int]

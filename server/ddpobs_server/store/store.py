@@ -209,21 +209,22 @@ class Store:
                 active = run_queries.named([run.run for run in changed])
             sources = aggregate_queries.sources_of_latest(active)
             outlines = self._outlines.read(connection, sources, _RUN_BUCKETS) if changed else []
-            sizes = {(run, outline.module, outline.revision): outline.size_bytes for run, outline in outlines}
-            return self._aggregates(connection, sources, (runs, changed), sizes, self._phases[workspace])
+            by_key = {(run, outline.module, outline.revision): outline for run, outline in outlines}
+            return self._aggregates(connection, sources, (runs, changed), by_key, self._phases[workspace])
 
     def _aggregates(
         self,
         connection: Connection,
         sources: CTE,
         runs_and_changed: tuple[list[Run], list[Run]],
-        sizes: dict[tuple[str, int, int], bucket_sums.Sizes],
+        outlines: dict[tuple[str, int, int], LayoutOutline],
         phase_totals: PhaseTotals,
     ) -> Aggregates:
         runs, changed = runs_and_changed
         if not changed:
             return Aggregates(runs, frozenset(), {}, [], {}, {}, [], {}, [], [], {})
         histograms = aggregate_queries.histograms(connection, sources)
+        sizes = {key: outline.size_bytes for key, outline in outlines.items()}
         by_bucket, reduced_bytes = bucket_sums.read_named(connection, sources, sizes)
         steps = {run: sum(counts) for run, counts in histograms.items()}
         last_seen = aggregate_queries.last_seen(connection, sources)
@@ -235,7 +236,7 @@ class Store:
             facts=aggregate_queries.facts(connection, sources),
             histograms=histograms,
             buckets=by_bucket,
-            sizes=sizes,
+            outlines=outlines,
             reduced_bytes=reduced_bytes,
             peers=aggregate_queries.peer_totals(connection, sources),
             unused=self._unused_names.counts(connection, sources),

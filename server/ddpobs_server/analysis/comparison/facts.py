@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ddpobs import wire
+from ddpobs.shared.words import parts_of
 
 _ABOUT = ("tags", "note")
 """Settings that describe a run and change nothing in it."""
@@ -36,15 +37,26 @@ def facts_of(hello: wire.Hello | None, layouts: Sequence[wire.Layout]) -> dict[s
         facts |= {f"versions.{name}": version for name, version in hello.versions.items()}
         facts |= {f"settings.{name}": value for name, value in hello.settings.items() if name not in _ABOUT}
     for layout in latest(layouts).values():
-        sizes = [bucket.size_bytes for bucket in layout.buckets]
+        reduced, noun = _of_gradients(layout.buckets), parts_of(layout.buckets).noun
+        sizes = [bucket.size_bytes for bucket in reduced]
         shown = ", ".join(f"{size / 1e6:.3g}" for size in sizes[:_SHOWN_SIZES])
         prefix = f"layout.{layout.name or layout.module}"
         facts[f"{prefix}.comm"] = layout.comm
-        facts[f"{prefix}.buckets"] = len(sizes)
+        facts[f"{prefix}.{noun}s"] = len(sizes)
         facts[f"{prefix}.size_bytes"] = sum(sizes)
-        facts[f"{prefix}.bucket_sizes_mb"] = shown + (", ..." if len(sizes) > _SHOWN_SIZES else "")
-        facts[f"{prefix}.parameters"] = sum(len(bucket.parameters) for bucket in layout.buckets)
+        facts[f"{prefix}.{noun}_sizes_mb"] = shown + (", ..." if len(sizes) > _SHOWN_SIZES else "")
+        facts[f"{prefix}.parameters"] = sum(len(bucket.parameters) for bucket in reduced)
     return facts
+
+
+def _of_gradients(buckets: Sequence[wire.Bucket]) -> list[wire.Bucket]:
+    """Return the rows that reduce gradients, each once: a unit with replicas reduces what it has scattered."""
+    scattered = {bucket.unit for bucket in buckets if bucket.kind == "reduce_scatter"}
+    return [
+        bucket
+        for bucket in buckets
+        if bucket.kind in {"bucket", "reduce_scatter"} or (bucket.kind == "all_reduce" and bucket.unit not in scattered)
+    ]
 
 
 def latest(layouts: Sequence[wire.Layout]) -> dict[int, wire.Layout]:
@@ -70,7 +82,7 @@ def same_buckets(a: Sequence[wire.Layout], b: Sequence[wire.Layout]) -> dict[tup
 
 def _parameters(layouts: Sequence[wire.Layout]) -> dict[tuple[int, int], tuple[str, ...]]:
     return {
-        (module, index): (layout.name, *sorted(parameter.name for parameter in bucket.parameters))
+        (module, index): (layout.name, bucket.kind, bucket.unit, *sorted(parameter.name for parameter in bucket.parameters))
         for module, layout in latest(layouts).items()
         for index, bucket in enumerate(layout.buckets)
     }

@@ -28,6 +28,8 @@ _OF_MODULE = {
     "buckets": "buckets",
     "size_bytes": "bytes of gradients",
     "bucket_sizes_mb": "sizes of the buckets in MB",
+    "units": "units",
+    "unit_sizes_mb": "sizes of the units in MB",
     "parameters": "parameters with gradients",
 }
 _JOB = ("parameters", "size_bytes")

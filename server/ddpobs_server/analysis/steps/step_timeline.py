@@ -139,10 +139,14 @@ def _all_reduces(rows: Rows, rank: wire.Ints, columns: wire.Spans) -> wire.Ints:
 
 
 def _computing_ns(rows: Rows, rank: wire.Ints, columns: wire.Spans) -> wire.Ints:
-    """Return when each bucket's computation began: the readiness before its own, or the begin of backward."""
+    """Return when each bucket's computation began: the readiness before its own, or the begin of backward.
+
+    A unit's gradients are made between waits, so their computation is not known: it is as if it took no time.
+    """
     step_rank, steps = rows
     begins_ns = steps.start_ns + steps.data_ns + steps.forward_ns
     backward_ns = dict(zip(zip(step_rank.tolist(), steps.step.tolist(), strict=True), begins_ns.tolist(), strict=True))
     keys = zip(rank.tolist(), columns.step.tolist(), columns.ready_ns.tolist(), strict=True)
     initial_ns = np.array([min(ready, backward_ns.get((number, step), ready)) for number, step, ready in keys])
-    return _previous(rank, columns, columns.ready_ns, initial_ns)
+    before_ns = _previous(rank, columns, columns.ready_ns, initial_ns)
+    return np.where(columns.waited_ns == wire.UNKNOWN, before_ns, columns.ready_ns)

@@ -1,4 +1,4 @@
-"""The tracks of a trace that show buckets: when their gradients were computed, and when each was reduced."""
+"""The tracks of a trace that show buckets or units: when their gradients were computed, and when each was reduced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from ddpobs import wire
 from ddpobs.shared.words import bucket_title
 from ddpobs_server.analysis.steps.clock_alignment import align
-from ddpobs_server.analysis.trace.events import BLOCK, FIRST_TRACK, BucketArgs, Slice, name_track, rows_of
+from ddpobs_server.analysis.trace.events import BLOCK, FIRST_TRACK, BucketArgs, Slice, UnitArgs, name_track, rows_of
 
 _BUCKET_BITS = 32
 
@@ -50,7 +50,8 @@ class BucketTracks:
         self._modules, self._module_index = np.unique(columns.module, return_inverse=True)
         self._first_bucket_track = FIRST_TRACK + len(self._modules)
         self._parameters = _parameters(buckets)
-        self._is_unit = np.array([pair in buckets and bool(buckets[pair].unit) for pair in self._pairs], bool)
+        self._units = [buckets[pair].unit if pair in buckets else "" for pair in self._pairs]
+        self._is_unit = np.array(self._units, object).astype(bool)
         self.track = self._first_bucket_track + self._index
         self._ready_ns, self.launched_ns, self.done_ns = (
             align(rank, offsets, times) - origin_ns
@@ -85,7 +86,7 @@ class BucketTracks:
         return self._slices(names, rows, FIRST_TRACK + self._module_index, ready_ns[before], ready_ns[rows])
 
     def reductions(self) -> Iterator[Slice]:
-        """Iterate over each all-reduce, from its launch to its completion."""
+        """Iterate over each collective, from its launch to its completion."""
         return self._slices(self._names, np.arange(len(self.rank)), self.track, self.launched_ns, self.done_ns)
 
     def _slices(
@@ -99,7 +100,9 @@ class BucketTracks:
             times = began_ns[block] / 1e3, (ended_ns[block] - began_ns[block]) / 1e3
             values = rows_of(*(column[rows[block]] for column in columns), *times)
             for index, tid, pid, step, bucket, module, began, duration in values:
-                yield Slice(names[index], pid, tid, began, duration, BucketArgs(step, bucket, module))
+                unit = self._units[index]
+                args = BucketArgs(step, bucket, module) if not unit else UnitArgs(step, unit, module)
+                yield Slice(names[index], pid, tid, began, duration, args)
 
 
 def _distinct(rank: wire.Ints, index: wire.Ints) -> Iterator[tuple[int, int]]:

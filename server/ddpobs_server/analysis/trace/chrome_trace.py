@@ -78,7 +78,7 @@ def chrome_trace(
         chain(waits.slices(), waits.arrows()) if waits is not None else (),
         _counters(start_ns, start_ns + columns.end_ns - columns.start_ns, waits),
     )
-    note = "phases have durations only and are drawn one after another; clocks are aligned by the ends of all-reduces"
+    note = "phases have durations only and are drawn one after another; clocks are aligned by the ends of collectives"
     other = {"note": note} | ({"began": began[int(start_ns.argmin())]} if any(began) else {})
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 

@@ -46,6 +46,13 @@ class BucketArgs(StepArgs, gc=False):
     module: int
 
 
+class UnitArgs(StepArgs, gc=False):
+    """Facts of the slice of a unit's collective."""
+
+    unit: str
+    module: int
+
+
 class MovingArgs(StepArgs, gc=False):
     """Facts of the movement of a bucket's bytes."""
 

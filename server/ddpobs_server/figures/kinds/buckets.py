@@ -1,4 +1,4 @@
-"""The buckets: compute, waiting for the last rank, and moving, each against the fit of the run's link."""
+"""The buckets, or the units' collectives: compute, waiting for the last rank, and moving, each against the fit of the run's link."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bokeh.plotting import figure
 
 from ddpobs import wire
 from ddpobs.shared.quantities import counted, duration, size_text, steps_text
-from ddpobs.shared.words import bucket_name
+from ddpobs.shared.words import UNITS, bucket_name
 from ddpobs_server.analysis.communication.bucket_times import BucketTimes
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_plot
 from ddpobs_server.figures.figure_data import Buckets, FigureData
@@ -25,6 +25,8 @@ PLACE, SELECTION = 5, ("from", "to")
 _MAX_BUCKETS = 100
 """Buckets that are drawn: those that take the longest."""
 _MAX_TICKS = 40
+_SLOPE = 0.8
+"""Slope of the names of units below the axis, in radians."""
 BAR = "bucket"
 """Name of the mark of the selected bucket."""
 _STYLES: tuple[tuple[tuple[str, str, str, str | float], dict[str, Any]], ...] = (
@@ -33,7 +35,6 @@ _STYLES: tuple[tuple[tuple[str, str, str, str | float], dict[str, Any]], ...] = 
     (("middle", "right", "end", "move"), WAITING_STYLE | {"legend_label": PART_TITLES["waiting"]}),
 )
 _TOOLTIPS = (
-    ("bucket", "@label, @size"),
     ("parameters", "@parameters"),
     ("compute", "@compute{0,0.000} ms"),
     ("waiting", "@wait{0,0.000} ms"),
@@ -53,24 +54,25 @@ def buckets(times: BucketTimes | None, names: Buckets, theme: Theme) -> Picture:
 
     Args:
         times: Of all buckets; None if no spans are stored.
-        names: Size in bytes and names of parameters, by module, revision and bucket.
+        names: Facts of the buckets.
         theme: Colours.
     """
+    heading = names.parts.heading
     if times is None or not len(times):
-        return Picture(NAME, TITLE, "No spans of buckets are stored in this range.")
+        return Picture(NAME, heading, f"No spans of {heading.lower()} are stored in this range.")
     longest_ns = np.maximum(times.wait_ns + times.move_ns, times.compute_ns)
     drawn = np.sort(np.argsort(-longest_ns, kind="stable")[:_MAX_BUCKETS])
     bars = _bars(times, names, drawn)
     times_of = {"compute": "compute", "wait": "waiting", "move": "moving", "fitted": "by the fit"}
     shown_times = {name: title for name, title in times_of.items() if bars[name].any()}
-    columns = ("label", "size", *shown_times, "bandwidth")
+    columns = ("title", "size", *shown_times, "bandwidth")
     rows = [
         (label, size, *(duration(ms * 1e6) for ms in values), f"{bandwidth:.3g} GB/s")
         for label, size, *values, bandwidth in zip(*(bars[name] for name in columns), strict=True)
     ]
-    heads = ("bucket", "size", *shown_times.values(), "bandwidth")
+    heads = (names.parts.noun, "size", *shown_times.values(), "bandwidth")
     shown = {"first": times.first, "last": times.last}
-    return Picture(NAME, TITLE, _summary(times, bars), _draw(bars, theme), heads, rows, shown)
+    return Picture(NAME, heading, _summary(times, bars, names), _draw(bars, names, theme), heads, rows, shown)
 
 
 def _bars(times: BucketTimes, names: Buckets, rows: wire.Ints) -> dict[str, Any]:
@@ -79,15 +81,18 @@ def _bars(times: BucketTimes, names: Buckets, rows: wire.Ints) -> dict[str, Any]
     wait, move, compute, fitted = (
         values[rows] / 1e6 for values in (times.wait_ns, times.move_ns, times.compute_ns, times.fitted_ns)
     )
-    index = np.arange(len(rows))
+    index, keys = np.arange(len(rows)), list(zip(module, revision, bucket, strict=True))
     return {
         "left": index + 0.1,
         "middle": index + 0.5,
         "right": index + 0.9,
         "label": [bucket_name(*place) for place in zip(module, bucket, strict=True)],
+        "tick": list(map(names.tick, keys)),
+        "title": list(map(names.title, keys)),
+        "phrase": list(map(names.phrase, keys)),
         "module": times.module[rows],
         "number": times.bucket[rows],
-        "parameters": [names.get(key, (0, ""))[1] for key in zip(module, revision, bucket, strict=True)],
+        "parameters": list(map(names.parameters, keys)),
         "size": [size_text(size) for size in times.size_bytes[rows].tolist()],
         "compute": compute,
         "wait": wait,
@@ -98,17 +103,18 @@ def _bars(times: BucketTimes, names: Buckets, rows: wire.Ints) -> dict[str, Any]
     }
 
 
-def _summary(times: BucketTimes, bars: Mapping[str, Any]) -> str:
+def _summary(times: BucketTimes, bars: Mapping[str, Any], names: Buckets) -> str:
     count, worst = len(bars["label"]), int(np.argmax(bars["end"]))
     wait, move = (duration(bars[name][worst] * 1e6) for name in ("wait", "move"))
+    longest = bars["phrase"][worst]
     return (
-        f"Means over all ranks in {steps_text(times.first, times.last)}: {counted(len(times), 'bucket')}"
-        f"{f', the {count} that take the longest are drawn' if count < len(times) else ''}. Bucket "
-        f"{bars['label'][worst]} communicates longest: it waits {wait} for the last rank and moves {move}."
+        f"Means over all ranks in {steps_text(times.first, times.last)}: {counted(len(times), names.parts.row)}"
+        f"{f', the {count} that take the longest are drawn' if count < len(times) else ''}. "
+        f"{longest[0].upper()}{longest[1:]} communicates longest: it waits {wait} for the last rank and moves {move}."
     )
 
 
-def _draw(bars: dict[str, Any], theme: Theme) -> figure:
+def _draw(bars: dict[str, Any], names: Buckets, theme: Theme) -> figure:
     count = len(bars["label"])
     top = 1.08 * max(1e-6, *(float(bars[name].max()) for name in ("end", "compute", "fitted")))
     x_range, y_range = Range1d(start=0, end=count, bounds=(0, count)), Range1d(start=0, end=top)
@@ -116,16 +122,20 @@ def _draw(bars: dict[str, Any], theme: Theme) -> figure:
     plot.toolbar_location = None
     source = ColumnDataSource(bars, name="bars")
     glyphs = [
-        add_quads(plot, source, sides, line_color=theme.paper, line_width=0.5, **style) for sides, style in _STYLES
+        add_quads(plot, source, sides, line_color=theme.paper, line_width=0.5, **style)
+        for sides, style in _STYLES
+        if bars[sides[2]].any()
     ]
     if bars["fitted"].any():
         style: dict[str, Any] = {"color": theme.ink, "line_width": 2, "legend_label": "moving, by the fit"}
         plot.segment("middle", "fitted", "right", "fitted", source=source, **style)
-    add_hover(plot, glyphs, *_TOOLTIPS)
+    add_hover(plot, glyphs, (names.parts.noun, "@title, @size"), *_TOOLTIPS)
     ticks = np.arange(count)[:: -(-count // _MAX_TICKS)].tolist()
     plot.xaxis.ticker = [index + 0.5 for index in ticks]
-    plot.xaxis.major_label_overrides = {index + 0.5: bars["label"][index] for index in ticks}
-    plot.xaxis.axis_label = "bucket, in the order of their launch"
+    plot.xaxis.major_label_overrides = {index + 0.5: bars["tick"][index] for index in ticks}
+    if names.parts is UNITS:
+        plot.xaxis.major_label_orientation = _SLOPE
+    plot.xaxis.axis_label = f"{names.parts.row}, in the order of their launch"
     plot.xgrid.grid_line_color = None
     plot.add_layout(BoxAnnotation(name=BAR, visible=False, fill_alpha=0, line_color=theme.ink, line_width=2))
     add_legend(plot, theme)

@@ -1,4 +1,4 @@
-"""One step of all ranks on one clock: phases, and each bucket's compute, waiting and moving."""
+"""One step of all ranks on one clock: phases, and each bucket's or unit's compute, waiting and moving."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ddpobs.shared.words import bucket_name, format_ranks
 from ddpobs_server.analysis.steps.step_timeline import BucketSpans
 from ddpobs_server.analysis.steps.waiting import STEP_PARTS
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_plot
-from ddpobs_server.figures.figure_data import Buckets, FigureData
+from ddpobs_server.figures.figure_data import Buckets, FigureData, Key
 from ddpobs_server.figures.picture import Picture
 from ddpobs_server.figures.selection import RankFilter, Selection
 from ddpobs_server.figures.theme import (
@@ -117,7 +117,7 @@ def step(timeline: StepTimeline, ranks: list[int], buckets: Buckets, theme: Them
     if late_rank is not None:
         delay = f"was last, {duration(timeline.delay_ns)} after the others' median."
         summary += f" Rank {late_rank} {delay}" if timeline.delay_ns >= _MIN_WAIT_NS else " No rank was late."
-    summary += _longest_wait(timeline.spans, bucket)
+    summary += _longest_wait(timeline.spans, bucket, buckets)
     absent = sorted(set(ranks) - present)
     if absent:
         summary += f" No data of {format_ranks(absent)}."
@@ -180,24 +180,23 @@ def _draw_spans(plot: figure, timeline: StepTimeline, rows_of: Rows, buckets: Bu
     rows = np.flatnonzero(np.isin(spans.rank, list(row)))
     if not len(rows):
         return 0.0
-    keys = list(
-        zip(spans.module[rows].tolist(), spans.revision[rows].tolist(), spans.bucket[rows].tolist(), strict=True)
-    )
-    facts = [buckets.get(key, (0, "")) for key in keys]
+    keys = _keys(spans, rows)
+    sizes = list(map(buckets.size_bytes, keys))
     late_ranks, waits = spans.rank[spans.late_rows()[rows]].tolist(), spans.waiting_ns[rows] >= _MIN_WAIT_NS
     late = [f" for rank {rank}" if is_wait else "" for rank, is_wait in zip(late_ranks, waits.tolist(), strict=True)]
     shared: dict[str, Any] = {
         "bucket": [bucket_name(module, bucket) for module, _, bucket in keys],
+        "title": list(map(buckets.title, keys)),
         "module": spans.module[rows],
         "number": spans.bucket[rows],
-        "size": [size_text(size) if size else "unknown size" for size, _ in facts],
-        "parameters": [names for _, names in facts],
+        "size": [size_text(size) if size else "unknown size" for size in sizes],
+        "parameters": list(map(buckets.parameters, keys)),
         "late": late,
         **{f"{name}_ms": (end - begin)[rows] / 1e6 for name, begin, end in _parts(timeline)},
     }
     tooltips = [
         ("rank", "@rank"),
-        ("bucket", "@bucket, @size"),
+        (buckets.parts.noun, "@title, @size"),
         ("parameters", "@parameters"),
         ("compute", "@compute_ms{0,0.000} ms"),
         ("queued", "@queued_ms{0,0.000} ms"),
@@ -211,7 +210,7 @@ def _draw_spans(plot: figure, timeline: StepTimeline, rows_of: Rows, buckets: Bu
     }
     glyphs = []
     for name, begin, end in _parts(timeline):
-        if name not in styles:
+        if name not in styles or not (end > begin)[rows].any():  # Else its entry in the legend would have no colour.
             continue
         lane = _lane(spans.rank[rows], row, "compute" if name == "compute" else "comm")
         times = {"left": (begin[rows] - origin) / 1e6, "right": (end[rows] - origin) / 1e6}
@@ -278,18 +277,23 @@ def _outline(plot: figure, spans: BucketSpans, rows_of: Rows, bucket: str, theme
         plot.x_range.start, plot.x_range.end = left - margin, right + margin  # type: ignore[attr-defined]
 
 
-def _longest_wait(spans: BucketSpans, bucket: str) -> str:
+def _longest_wait(spans: BucketSpans, bucket: str, buckets: Buckets) -> str:
     """Return a sentence about the longest wait, of the selected bucket if it has a span."""
     if not len(spans.rank):
         return ""
     own = _of_bucket(spans, bucket)
-    waiting_ns = np.where(own, spans.waiting_ns, 0) if own.any() else spans.waiting_ns
+    waiting_ns = np.where(own, spans.waiting_ns, -1) if own.any() else spans.waiting_ns
     row = int(np.argmax(waiting_ns))
+    place = buckets.phrase(_keys(spans, np.array([row]))[0])
     if waiting_ns[row] < _MIN_WAIT_NS:
-        return f" No rank waits at bucket {bucket}." if own.any() else ""
-    name, late = bucket_name(int(spans.module[row]), int(spans.bucket[row])), spans.rank[spans.late_rows()[row]]
-    wait = duration(waiting_ns[row])
-    return f" The longest wait is rank {spans.rank[row]}'s at bucket {name}: {wait} for rank {late}."
+        return f" No rank waits at {place}." if own.any() else ""
+    late, wait = spans.rank[spans.late_rows()[row]], duration(waiting_ns[row])
+    return f" The longest wait is rank {spans.rank[row]}'s at {place}: {wait} for rank {late}."
+
+
+def _keys(spans: BucketSpans, rows: wire.Ints) -> list[Key]:
+    columns = (spans.module[rows], spans.revision[rows], spans.bucket[rows])
+    return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def _parts(timeline: StepTimeline) -> list[tuple[str, wire.Ints, wire.Ints]]:

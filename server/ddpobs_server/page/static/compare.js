@@ -46,11 +46,13 @@ function findingList(title, findings) {
   return element("div", {}, element("h3", {}, title), element("ul", {}, ...items));
 }
 
-function showBuckets(buckets) {
+function showBuckets(buckets, { heading, compared }) {
+  byId("bucket-heading").textContent = heading;
+  byId("bucket-noun").textContent = heading.slice(0, -1);
   byId("bucket-card").hidden = buckets.length === 0;
   const moved = buckets.filter(({ verdict }) => verdict === "slower" || verdict === "faster");
   const changed = moved.length ? "Those that changed:" : "No change of one was seen.";
-  byId("bucket-note").textContent = `${buckets.length / 2} buckets have the same parameters in both runs. ${changed}`;
+  byId("bucket-note").textContent = `${compared}. ${changed}`;
   byId("buckets").hidden = moved.length === 0;
   const largest = moved.toSorted((x, y) => Math.abs(y.change_ns) - Math.abs(x.change_ns));
   byId("buckets").tBodies[0].replaceChildren(...changeRows(largest.slice(0, MAX_BUCKETS)));
@@ -74,7 +76,7 @@ function show(response) {
   const { a, b, changes, limit } = response;
   showVerdict(response);
   byId("times").tBodies[0].replaceChildren(...changeRows(changes.filter(isShown)));
-  showBuckets(changes.filter(isOfBucket));
+  showBuckets(changes.filter(isOfBucket), response.buckets);
   showFindings(response.findings, response);
   showDifferences(response.differences);
   const options = `--fail-over ${limitPercent(limit)}% --collector ${location.origin}${root}`;

@@ -29,7 +29,7 @@ export function showFacts(details, shown, attempts, ranks) {
 }
 
 // The table of ranks: the marked ones first, then by own time. Columns without a value are left out.
-export function showRanks(ranks, marked, select) {
+export function showRanks(ranks, marked, layouts, select) {
   const isEmpty = ["host", "device", "own_ns", "dropped"].map((name) => !ranks.some((row) => row[name]));
   const [noHost, noDevice, noOwn, noDropped] = isEmpty;
   const hidden = [false, noHost, noDevice, false, noOwn, false, noDropped];
@@ -40,29 +40,29 @@ export function showRanks(ranks, marked, select) {
   const order = (a, b) =>
     isMarked.has(b.rank) - isMarked.has(a.rank) || (b.own_ns ?? -1) - (a.own_ns ?? -1) || a.rank - b.rank;
   const sorted = ranks.toSorted(order).slice(0, MAX_RANKS);
-  const rows = sorted.map((row) => rankRow(row, isMarked.has(row.rank), select));
+  const rows = sorted.map((row) => rankRow(row, isMarked.has(row.rank), layouts, select));
   const table = byId("processes");
   for (const line of [table.tHead.rows[0], ...rows]) hide(line);
   renew(table.tBodies[0], ...rows);
 }
 
-function rankRow(row, isMarked, select) {
+function rankRow(row, isMarked, layouts, select) {
   const attributes = { type: "button", class: "link", "data-key": `rank ${row.rank}` };
   const button = element("button", attributes, String(row.rank));
   button.addEventListener("click", () => select(row.rank));
   const place = [cell(row.host || "–"), cell(row.device || "–")];
   const counts = [number(String(row.steps)), number(duration(row.own_ns))];
-  const now = cell(activity(row), { class: row.state });
+  const now = cell(activity(row, layouts), { class: row.state });
   const marks = isMarked ? { class: "chosen", "aria-current": "true" } : {};
   return element("tr", marks, number(button), ...place, ...counts, now, number(String(row.dropped)));
 }
 
-function activity({ state, goodbye, pulse, last_seen_ns }) {
+function activity({ state, goodbye, pulse, last_seen_ns }, layouts) {
   if (goodbye) return "finished";
   if (state === "failed" || state === "interrupted") return `${state} (${ago(last_seen_ns)})`;
   if (!pulse) return ago(last_seen_ns);
   // The bucket is null before the first launch.
-  const bucket = pulse.bucket === null ? "" : `, bucket ${pulse.module ?? 0}.${pulse.bucket}`;
+  const bucket = pulse.bucket === null ? "" : `, ${bucketTitle(layouts, pulse.module ?? 0, pulse.bucket)}`;
   const place = pulse.place && ` at ${pulse.place}`;
   const stuck = state === "hung" ? `stuck for ${(pulse.idle_ns / 1e9).toFixed(0)} s${place}: ` : "";
   return `${stuck}${pulse.phase.replace("_", " ")}, step ${pulse.step}${bucket} (${ago(last_seen_ns)})`;
@@ -129,10 +129,19 @@ export function showSettings({ hello }) {
   renew(byId("settings").querySelector("dl"), ...factRows(rows));
 }
 
+// A bucket or a unit's collective in words.
+function bucketTitle(layouts, module, bucket) {
+  return latestBuckets(layouts, module)?.[bucket]?.title ?? `bucket ${module}.${bucket}`;
+}
+
+function latestBuckets(layouts, module) {
+  return layouts.findLast((layout) => layout.module === module)?.buckets;
+}
+
 // The parameters of the selected bucket, with its size.
 export function showBucket(layouts, choice) {
   const [module, bucket] = (choice ?? "").split(".").map(Number);
-  const buckets = layouts.findLast((layout) => layout.module === module)?.buckets;
+  const buckets = latestBuckets(layouts, module);
   const layout = choice ? buckets?.[bucket] : undefined;
   byId("bucket-facts").hidden = !layout;
   if (!layout) return;
@@ -141,13 +150,17 @@ export function showBucket(layouts, choice) {
   const order = `number ${bucket + 1} of ${buckets.length} in the order of launch`;
   const names = layout.parameters.slice(0, MAX_PARAMETERS);
   const lines = names.map(({ name, size }) => element("li", {}, `${name} (${size.toLocaleString()})`));
-  const region = { class: "scroll", tabindex: "0", role: "region", "aria-label": `Parameters of bucket ${choice}` };
+  const region = { class: "scroll", tabindex: "0", role: "region", "aria-label": `Parameters of ${layout.title}` };
   renew(
     byId("bucket-facts"),
-    element("h3", {}, `Bucket ${choice}`),
+    element("h3", {}, capital(layout.title)),
     element("p", {}, `${sizeText(layout.size_bytes)} ${layout.dtype}, ${content}, ${order}`),
     element("div", region, element("ul", {}, ...lines)),
   );
+}
+
+export function capital(text) {
+  return text[0].toUpperCase() + text.slice(1);
 }
 
 function counted(count, noun) {
@@ -160,8 +173,9 @@ function sizeText(bytes) {
   return `${+(bytes / size).toPrecision(3)} ${unit}`;
 }
 
-// The buckets that can be selected: those of each module's latest layout.
-export function bucketNames(layouts) {
+// The buckets that can be selected, by name: those of each module's latest layout.
+export function bucketTitles(layouts) {
   const latest = new Map(layouts.map((layout) => [layout.module, layout]));
-  return [...latest.values()].flatMap(({ module, buckets }) => buckets.map((_, index) => `${module}.${index}`));
+  const named = ({ module, buckets }) => buckets.map(({ title }, index) => [`${module}.${index}`, title]);
+  return [...latest.values()].flatMap(named);
 }

@@ -3,7 +3,7 @@
 
 import { get, Unreachable } from "./api.js";
 import { byId, notice } from "./elements.js";
-import { bucketNames, showAttempts, showFacts, showRestart, showSettings, showUnused } from "./facts.js";
+import { bucketTitles, showAttempts, showFacts, showRestart, showSettings, showUnused } from "./facts.js";
 import { followFigures } from "./figure_events.js";
 import { onColors } from "./figure_view.js";
 import { showFindings } from "./finding_cards.js";
@@ -92,7 +92,7 @@ async function begin() {
   const [{ layouts }, unused] = await Promise.all([get(address("layout")), get(address("unused")), state.building]);
   state.layouts = layouts;
   showUnused(unused);
-  offerBuckets(bucketNames(layouts));
+  offerBuckets(bucketTitles(layouts), layouts[0]?.noun);
   const { selection, diagnosis, keys } = state;
   const finding = diagnosis.findings[keys.indexOf(selection.finding)];
   if (finding && !selection.steps && !selection.rank && !selection.step) {

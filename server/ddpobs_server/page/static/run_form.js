@@ -2,7 +2,7 @@
 
 import { change, get, root, saveWithToken } from "./api.js";
 import { byId, element, renew } from "./elements.js";
-import { showBucket, showRanks } from "./facts.js";
+import { capital, showBucket, showRanks } from "./facts.js";
 import { chooseOther, editLabels, labelsOf } from "./labels.js";
 import { runOnce } from "./refresh.js";
 import { shown } from "./run_figures.js";
@@ -46,7 +46,7 @@ function fillRanks(select) {
   if (filled.ranks === ranks && filled.key === key) return;
   Object.assign(filled, { ranks, key });
   const isShown = new Set(drawn);
-  showRanks(drawn ? ranks.filter(({ rank }) => isShown.has(rank)) : ranks, marked, select);
+  showRanks(drawn ? ranks.filter(({ rank }) => isShown.has(rank)) : ranks, marked, state.layouts, select);
 }
 
 function isLive() {
@@ -54,8 +54,9 @@ function isLive() {
   return details && LIVE.includes(details.state) && (!shownAttempt || shownAttempt.attempt === details.attempt);
 }
 
-export function offerBuckets(names) {
-  const options = names.map((name) => element("option", { value: name }, name));
+export function offerBuckets(titles, noun = "bucket") {
+  const options = titles.map(([name, title]) => element("option", { value: name }, title));
+  byId("bucket-noun").textContent = capital(noun);
   byId("bucket").replaceChildren(element("option", { value: "" }, "–"), ...options);
 }
 

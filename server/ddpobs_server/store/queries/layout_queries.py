@@ -12,6 +12,7 @@ import numpy as np
 from sqlalchemy import CTE, Connection, and_, func, or_, select
 
 from ddpobs import wire
+from ddpobs.shared.words import unit_title
 from ddpobs_server.store import schema
 from ddpobs_server.store.rows import LayoutOutline
 
@@ -40,6 +41,8 @@ class _Bucket(msgspec.Struct, gc=False):
     size_bytes: int
     dtype: str
     parameters: list[_Parameter]
+    kind: str = ""
+    unit: str = ""
 
 
 class _Outline(msgspec.Struct, gc=False):
@@ -149,7 +152,13 @@ def _outline(key: LayoutKey, body: str) -> LayoutOutline:
         size_bytes=np.array([bucket.size_bytes for bucket in outline.buckets], np.float64),
         dtypes=tuple(dtypes.setdefault(bucket.dtype, bucket.dtype) for bucket in outline.buckets),
         parameters=np.array([len(bucket.parameters) for bucket in outline.buckets], np.int32),
+        titles=_titles(outline.buckets),
     )
+
+
+def _titles(buckets: Sequence[_Bucket]) -> tuple[str, ...]:
+    titles = tuple(unit_title(bucket.kind, bucket.unit) if bucket.unit else "" for bucket in buckets)
+    return titles if any(titles) else ()
 
 
 def _within(
