@@ -166,8 +166,16 @@ class BackwardObserver(Protocol):
 class ReplicaObserver(Protocol):
     """Compares the replicas of one module over the ranks."""
 
-    def compare_replicas(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
-        """Sample fingerprints of these parameters from now on; both lists may grow."""
+    def compare_replicas(
+        self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str], ranks: Sequence[int] | None = None
+    ) -> None:
+        """Sample fingerprints of these parameters from now on; both lists may grow.
+
+        Args:
+            parameters: The parameters.
+            names: Their names.
+            ranks: Ranks that hold the same shards of the parameters, which are DTensors; None for whole parameters.
+        """
         ...
 
     @property

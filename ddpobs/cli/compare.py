@@ -113,9 +113,7 @@ def _table(changes: list[dict[str, Any]], compared: str) -> list[str]:
         f"  {title:{width}}  {change['a_ns'] / 1e6:9.3f} → {change['b_ns'] / 1e6:9.3f} ms  {change['words']}"
         for title, change in zip(titles, shown, strict=True)
     ]
-    return [line.rstrip() for line in lines] + (
-        [f"  {compared}; those that changed are listed"] if buckets else []
-    )
+    return [line.rstrip() for line in lines] + ([f"  {compared}; those that changed are listed"] if buckets else [])
 
 
 def _limit_verdict(response: dict[str, Any]) -> tuple[str, int]:

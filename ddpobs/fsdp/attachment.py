@@ -141,6 +141,8 @@ class FullyShardedAttachment:
         self._report_layout()
         self.forwards += torch.is_grad_enabled()
         self._recorder.forward_began(inputs, named)
+        if self._recorder.waits_for_forward:
+            self._recorder.replicas_ready()
 
     def gather(self, unit: Any, call: Callable[[], Any]) -> Any:
         """Stamp the unit's all-gather, if torch launches one."""
@@ -301,6 +303,9 @@ class FullyShardedAttachment:
             else:
                 self.unreduced_parameters.append((name, parameter))
         self._recorder.follow_gradients(self)
+        units = [unit for each in self._units if (unit := each()) is not None]
+        if (ranks := fully_shard.replica_ranks(units)) is not None:
+            self._recorder.compare_replicas(self.parameters, self.names, ranks)
 
 
 def _gather_kind() -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ddpobs import wire
 from ddpobs.clocks import Clock, Stamp, clock_for
@@ -15,7 +16,7 @@ from ddpobs.observers import GradientSource, OwnWait
 from ddpobs.recording.input_size import input_size
 from ddpobs.recording.journal import Journal
 from ddpobs.recording.place.place_file import Slot
-from ddpobs.recording.replicas.fingerprints import Fingerprints
+from ddpobs.recording.replicas.fingerprints import Fingerprints, local_shard
 from ddpobs.recording.replicas.unreduced import UnreducedGradients
 from ddpobs.recording.unused_names import UnusedNames
 from ddpobs.steps.backward_record import BackwardRecord
@@ -137,10 +138,25 @@ class ModuleRecorder:
             self.fingerprints.backward_began()
 
     @never_raises
-    def compare_replicas(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
-        """Sample fingerprints of these parameters from now on; both lists may grow."""
-        if self._fingerprint_every:
-            self.fingerprints = Fingerprints(self._fingerprint_every, parameters, names, self._offer, self.index)
+    def compare_replicas(
+        self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str], ranks: Sequence[int] | None = None
+    ) -> None:
+        """Sample fingerprints of these parameters from now on; both lists may grow.
+
+        Args:
+            parameters: The parameters.
+            names: Their names.
+            ranks: Ranks that hold the same shards of the parameters, which are DTensors; None for whole parameters.
+        """
+        if not self._fingerprint_every:
+            return
+        every, world_size = self._fingerprint_every, dist.get_world_size()
+        if ranks is None:
+            self.fingerprints = Fingerprints(every, parameters, names, self._offer, self.index)
+        else:
+            number = wire.replicas_module(self.index, min(ranks), world_size)
+            if number <= wire.MAX_INDEX:
+                self.fingerprints = Fingerprints(every, parameters, names, self._offer, number, part=local_shard)
 
     @never_raises
     @unseen

@@ -7,6 +7,7 @@ A *unit* is torch's `FSDPParamGroup`: parameters that are gathered and reduced t
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -133,6 +134,13 @@ def shards(unit: Any) -> bool:
 def replicate_group(unit: Any) -> dist.ProcessGroup | None:
     """Return the group over which the unit's shards are replicated; None without replicas."""
     return getattr(unit.mesh_info, "replicate_process_group", None)
+
+
+def replica_ranks(units: Sequence[Any]) -> list[int] | None:
+    """Return the ranks that hold the same shards of all units as this one; None if there are none, or they vary."""
+    groups = [replicate_group(unit) for unit in units]
+    ranks = {tuple(dist.get_process_group_ranks(group)) if group is not None else () for group in groups}
+    return sorted(ranks.pop()) if len(ranks) == 1 and any(ranks) else None
 
 
 def reshards(unit: Any) -> bool:

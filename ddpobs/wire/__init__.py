@@ -9,7 +9,9 @@ from ddpobs.wire.checks import check
 from ddpobs.wire.coding import JSON, MSGPACK, acknowledgement, decode, encode, encode_json, pack, pack_json, unpack
 from ddpobs.wire.fields import (
     COMM_KINDS,
+    FIRST_REPLICAS,
     LONGEST_NS,
+    MAX_INDEX,
     MAX_STEP,
     NO_ORIGIN,
     OUTSIDE_KINDS,
@@ -21,6 +23,7 @@ from ddpobs.wire.fields import (
     UNKNOWN,
     Ints,
     Scalar,
+    replicas_module,
 )
 from ddpobs.wire.pulse import CodePlace, Input, Machine, Pulse
 from ddpobs.wire.rows import Comms, Spans, Steps
@@ -45,8 +48,10 @@ from ddpobs.wire.text import printable
 
 __all__ = [
     "COMM_KINDS",
+    "FIRST_REPLICAS",
     "JSON",
     "LONGEST_NS",
+    "MAX_INDEX",
     "MAX_STEP",
     "MSGPACK",
     "NO_ORIGIN",
@@ -95,6 +100,7 @@ __all__ = [
     "pack_steps",
     "printable",
     "records",
+    "replicas_module",
     "unpack",
     "unpack_spans",
     "unpack_steps",

@@ -42,6 +42,8 @@ this project, written down with its false alarms in docs/methods/slow-ranks.md.
 _MAX_COUNT = 2**48
 MAX_INDEX, MAX_STEP = 2**20 - 1, 2**40 - 1
 """Maximum number of a rank, module or bucket, and of a step: rank and step together fit into 64 bits."""
+FIRST_REPLICAS = 2**19
+"""Modules of fingerprints from this number on are groups of ranks that hold the same shards; see `replicas_module`."""
 
 Ints = columns.Ints
 RunId = Annotated[str, msgspec.Meta(pattern=STRICT_RUN_ID)]
@@ -70,6 +72,11 @@ StepNumbers = Annotated[Ints, Range(0, MAX_STEP)]
 StepNumbersOrUnknown = Annotated[Ints, Range(UNKNOWN, MAX_STEP)]
 Indexes = Annotated[Ints, Range(0, MAX_INDEX)]
 CommKinds = Annotated[Ints, Range(0, len(COMM_KINDS) - 1)]
+
+
+def replicas_module(module: int, lowest_rank: int, world_size: int) -> int:
+    """Number under which ranks with the same shards of a module send fingerprints: other ranks are not compared."""
+    return FIRST_REPLICAS + module * world_size + lowest_rank
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, eq=False):

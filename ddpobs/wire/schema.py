@@ -200,7 +200,7 @@ class Fingerprint(Record, frozen=True, kw_only=True):
     """Hashes of one module's replica in one step, equal on every rank of data-parallel training.
 
     Attributes:
-        module: Number of the DDP module in its process.
+        module: Number of the DDP module in its process; of shards that only some ranks hold, `replicas_module`.
         synchronised: Number of synchronised backward passes before the sampled one, by which ranks are joined.
         names: Names of the parameters.
         buffer_names: Names of the buffers.

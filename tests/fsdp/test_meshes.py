@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from ddpobs_server.analysis.findings.replicas_differ import replicas_differ
 from torch.distributed.device_mesh import init_device_mesh
 
 import ddpobs
 from ddpobs import wire
+from tests.support.analysis.failures import evidence
+from tests.support.analysis.judged import only
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
 from tests.support.distributed.sharded import UNITS, sharded, train_sharded
@@ -49,6 +53,35 @@ def test_units_with_replicas_have_their_all_reduce(size: int, shape: tuple[int, 
         assert rank["bytes"]["all_reduce"] == whole // shape[1]
         if shape[1] > 1:
             assert rank["bytes"]["reduce_scatter"] == rank["bytes"]["all_gather"] == whole
+
+
+def parted(rank: int, _size: int, shape: tuple[int, int]) -> list[wire.Fingerprint]:
+    """Train two steps; between them rank 1 changes its shard of a bias."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+    def change(step: int) -> None:
+        if step and rank == 1:
+            with torch.no_grad():
+                model.head.bias.to_local().add_(1.0)
+
+    with sending() as sent:
+        model = sharded(mesh=mesh)
+        ddpobs.attach(model, replace(sent.config, fingerprint_every=1))
+        train_sharded(model, rank, 3, change)
+    return [sample for each in sent.batches for sample in each.fingerprints]
+
+
+@pytest.mark.parametrize(("size", "shape"), [(2, (2, 1)), pytest.param(4, (2, 2), marks=pytest.mark.wide)])
+def test_a_changed_shard_is_found_among_its_replicas(size: int, shape: tuple[int, int]) -> None:
+    samples = list(enumerate(run_ranks(parted, size, shape)))
+    assert {len(own) for _, own in samples} == {2}
+    groups = {own[0].module for _, own in samples}
+    assert len(groups) == shape[1]
+    fingerprints = [(rank, sample) for rank, own in samples for sample in own]
+    finding = only(replicas_differ(evidence(fingerprints=fingerprints, world_size=size)))
+    assert finding.parameters[0] == "head.bias"
+    # Of two replicas the hashes do not show which one is wrong: the higher rank is named.
+    assert finding.ranks == [1] if size == 2 else [3]
 
 
 def accumulated(rank: int, _size: int) -> dict[str, Any]:

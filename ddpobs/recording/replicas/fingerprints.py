@@ -116,7 +116,8 @@ class Fingerprints:
         parameters: The reduced parameters; the list may grow.
         names: Their names.
         send: Receives each `wire.Fingerprint`.
-        module: The module's number in this process.
+        module: Number of `wire.Fingerprint.module`.
+        part: Returns the part of a parameter or a gradient that is hashed.
     """
 
     def __init__(
@@ -126,8 +127,10 @@ class Fingerprints:
         names: Sequence[str],
         send: Callable[[wire.Fingerprint], object],
         module: int,
+        *,
+        part: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     ) -> None:
-        self._every, self._parameters, self._names = every, parameters, names
+        self._every, self._parameters, self._names, self._part = every, parameters, names, part
         self._send, self._module = send, module
         self._count = 0
         self._sample: Sample | None = None
@@ -148,7 +151,8 @@ class Fingerprints:
         """Hash the gradients if this backward is sampled; call it after the reduction."""
         if not self.is_due or len(self._ready) >= _MAX_WAITING or not self._fits(()):
             return
-        gradients = Hashes([parameter.grad for parameter in self._parameters])
+        found = (parameter.grad for parameter in self._parameters)
+        gradients = Hashes([None if gradient is None else self._part(gradient) for gradient in found])
         self._sample = Sample(self._count - 1, list(self._names), gradients)
 
     def exchanged(self) -> None:
@@ -175,7 +179,7 @@ class Fingerprints:
         named = list(buffers)
         if not self._fits([name for name, _ in named]):
             named = []
-        parameters = self._parameters[: len(sample.names)]
+        parameters = map(self._part, self._parameters[: len(sample.names)])
         sample.parameters = Hashes([*parameters, *(buffer for _, buffer in named)])
         sample.buffer_names = [name for name, _ in named]
         self._ready.append(sample)
@@ -204,6 +208,11 @@ class Fingerprints:
                     buffers=values[count:],
                 )
             )
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def hash_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,9 @@ class Layout(Module):
 
     revision: Revision
     comm: Annotated[str, doc("Strategy of communication.")]
-    noun: Annotated[str, doc("What `buckets` holds: `bucket`, or `unit` for the collectives of a sharded model's units.")]
+    noun: Annotated[
+        str, doc("What `buckets` holds: `bucket`, or `unit` for the collectives of a sharded model's units.")
+    ]
     buckets: Annotated[list[LaidOutBucket], doc("The buckets, in launch order.")]
 
 

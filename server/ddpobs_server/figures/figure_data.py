@@ -22,7 +22,7 @@ _TICK_CHARACTERS = 14
 
 @dataclass(frozen=True)
 class Buckets:
-    """The buckets of an attempt's layouts, or its units' collectives; those of a layout that is not known have no facts.
+    """The buckets of an attempt's layouts, or its units' collectives. Those of an unknown layout have no facts.
 
     Attributes:
         known: By module, revision and index.
@@ -44,7 +44,9 @@ class Buckets:
         """A short name below an axis: the end of the unit's name, or the bucket's number."""
         bucket = self.known.get(key)
         unit = bucket.unit if bucket else ""
-        return f"…{unit[-_TICK_CHARACTERS:]}" if len(unit) > _TICK_CHARACTERS + 1 else unit or bucket_name(key[0], key[2])
+        return (
+            f"…{unit[-_TICK_CHARACTERS:]}" if len(unit) > _TICK_CHARACTERS + 1 else unit or bucket_name(key[0], key[2])
+        )
 
     def phrase(self, key: Key) -> str:
         """The same within a sentence, `the reduce-scatter of unit blocks.3`, `bucket 0.2`."""

@@ -126,14 +126,24 @@ STORED: tuple[Metric[RunTotals], ...] = (
         _RANK,
         _peer_seconds("moving_ns"),
     ),
-    Metric("allreduce_bytes", "Bytes of gradient buckets reduced, or of a sharded model's units gathered and reduced.", _RANK, lambda run: run.reduced_bytes),
+    Metric(
+        "allreduce_bytes",
+        "Bytes of gradient buckets reduced, or of a sharded model's units gathered and reduced.",
+        _RANK,
+        lambda run: run.reduced_bytes,
+    ),
     Metric(
         "bucket_ready_seconds",
         "From the previous bucket's readiness to this one's; of a unit's collective with the ones between.",
         _BUCKET,
         _bucket_seconds("compute_ns"),
     ),
-    Metric("bucket_comm_seconds", "From launch to completion of a bucket or a unit's collective.", _BUCKET, _bucket_seconds("comm_ns")),
+    Metric(
+        "bucket_comm_seconds",
+        "From launch to completion of a bucket or a unit's collective.",
+        _BUCKET,
+        _bucket_seconds("comm_ns"),
+    ),
     Metric(
         "bucket_exposed_seconds",
         "Communication after the step's last gradient; of a unit's collective the time in which training waits.",

@@ -69,7 +69,10 @@ def compare_json(store: Store, a: Side, b: Side, limit: float) -> dict[str, Any]
     result = compare.compare(*times)
     differences = compare_facts.differences(*(_facts(read) for read in reads))
     name_a, name_b = (side.run.rpartition("/")[2] for side in (a, b))
-    step_ns, parts = result.changes[0].a_ns, parts_of(bucket for layout in reads[1].layouts for bucket in layout.buckets)
+    step_ns, parts = (
+        result.changes[0].a_ns,
+        parts_of(bucket for layout in reads[1].layouts for bucket in layout.buckets),
+    )
     return {
         "run": name_a,
         "attempt": a.attempt,

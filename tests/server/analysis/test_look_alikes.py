@@ -22,6 +22,7 @@ from tests.support.analysis.judged import findings_in
 from tests.support.analysis.link_scenario import Run, on_hosts
 from tests.support.analysis.pipeline_scenario import evidence_of as pipeline
 from tests.support.analysis.scenario import MS, columns, evidence_of, flat, noiseless, own_times, with_columns
+from tests.support.analysis.unit_scenario import Sharded
 
 MB = 10**6
 TWO_HOSTS = on_hosts(2, hosts=2)
@@ -211,6 +212,10 @@ PAIRS: dict[str, Pair] = {
     "not-reduced": Pair(lambda: reported("not_reduced"), lambda: reported("comm_hook_set")),
     "other-bound": Pair(lambda: looked_at("other", "log"), lambda: looked_at("other", "cuda")),
     "pipeline-imbalance": Pair(lambda: pipeline([16, 16, 48, 48]), lambda: pipeline([48, 48, 48, 49])),
+    "prefetch-missing": Pair(
+        lambda: Sharded([MB] * 6, [12.0] * 6, forward_prefetch=False).evidence(**TWO_HOSTS),
+        lambda: Sharded([MB] * 6, [1.0] * 6).evidence(**TWO_HOSTS),
+    ),
     "processor-bound": Pair(lambda: waits(0, 1, 2, 3), lambda: waits(2)),
     "recompilation": Pair(lambda: compiling(8), lambda: compiling(2)),
     "replicas-differ": Pair(lambda: fingerprints(1, 1, 2), lambda: fingerprints(2)),
@@ -223,6 +228,10 @@ PAIRS: dict[str, Pair] = {
     ),
     "telemetry-overhead": Pair(lambda: rested(low=1.015), lambda: rested(low=1.0)),
     "time-outside-steps": Pair(lambda: time_outside(2000, completed=False), lambda: time_outside(2000, completed=True)),
+    "unit-size": Pair(
+        lambda: Sharded([MB // 2, *[MB // 20] * 16], [2.0] * 17, alpha_ms=3.0, blocks=True).evidence(**TWO_HOSTS),
+        lambda: Sharded([MB // 2, *[2 * MB] * 16], [2.0] * 17, alpha_ms=0.1, blocks=True).evidence(**TWO_HOSTS),
+    ),
     "unused-parameters": Pair(lambda: unused(["head"]), lambda: unused(["head"], [])),
     "utilisation-swings": Pair(lambda: swings(4), lambda: swings(1)),
 }

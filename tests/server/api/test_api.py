@@ -187,7 +187,12 @@ def test_own_time_is_the_mean_over_the_steps_that_have_it(shared: Collector, run
 def test_the_layout_lists_the_parameters_of_each_bucket(shared: Collector, run: str) -> None:
     fill(shared.url, run)
     (layout_json,) = get(shared.url, f"/runs/{run}/layout")["layouts"]
-    assert tuple(layout_json[name] for name in ("module", "name", "comm", "noun")) == (0, "model", "allreduce", "bucket")
+    assert tuple(layout_json[name] for name in ("module", "name", "comm", "noun")) == (
+        0,
+        "model",
+        "allreduce",
+        "bucket",
+    )
     assert layout_json["buckets"][1] == {
         "bucket": 1,
         "size_bytes": 2000,

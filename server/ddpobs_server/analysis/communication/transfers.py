@@ -112,7 +112,15 @@ def latest_transfers(evidence: Evidence, columns: ColumnReader) -> Transfers:
 
 
 def read_transfers(evidence: Evidence, columns: ColumnReader, rows: wire.Ints) -> Transfers:
-    """Read the transfers of these steps.
+    """Read the transfers of these steps; arguments and errors as of `read_spans`."""
+    spans, collective, sizes = read_spans(evidence, columns, rows)
+    return transfers(spans, collective, sizes)
+
+
+def read_spans(
+    evidence: Evidence, columns: ColumnReader, rows: wire.Ints
+) -> tuple[tuple[wire.Ints, wire.Spans], wire.Ints, BucketSizes]:
+    """Read the spans of these steps on the ranks that arrive last most often: what `transfers` takes.
 
     Args:
         evidence: The run.
@@ -137,7 +145,7 @@ def read_transfers(evidence: Evidence, columns: ColumnReader, rows: wire.Ints) -
     parts = [columns.spans(of_range, first, last) for (first, last), of_range in ranges.items()]
     parts = parts or [(np.zeros(0, np.int64), wire.Spans.from_table(np.zeros((len(wire.Spans.names), 0), np.int64)))]
     span_rank, spans = np.concatenate([part[0] for part in parts]), wire.Spans.concat([part[1] for part in parts])
-    return transfers((span_rank, spans), collectives_of(steps, span_rank, spans.step), sizes)
+    return (span_rank, spans), collectives_of(steps, span_rank, spans.step), sizes
 
 
 def late_ranks(own_ns: Floats, ranks: wire.Ints) -> list[int]:

@@ -82,7 +82,12 @@ def same_buckets(a: Sequence[wire.Layout], b: Sequence[wire.Layout]) -> dict[tup
 
 def _parameters(layouts: Sequence[wire.Layout]) -> dict[tuple[int, int], tuple[str, ...]]:
     return {
-        (module, index): (layout.name, bucket.kind, bucket.unit, *sorted(parameter.name for parameter in bucket.parameters))
+        (module, index): (
+            layout.name,
+            bucket.kind,
+            bucket.unit,
+            *sorted(parameter.name for parameter in bucket.parameters),
+        )
         for module, layout in latest(layouts).items()
         for index, bucket in enumerate(layout.buckets)
     }

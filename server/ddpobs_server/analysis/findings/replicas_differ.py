@@ -52,22 +52,53 @@ class _Difference:
 
 
 def replicas_differ(evidence: Evidence) -> Judgement:
-    """Report the first sampled step in which a module's replicas differ."""
+    """Report the first sampled step in which a module's replicas differ, or those of one of its shards."""
     samples: dict[int, dict[int, dict[int, wire.Fingerprint]]] = defaultdict(lambda: defaultdict(dict))
     for rank, sample in evidence.fingerprints:
         samples[sample.module][sample.synchronised][rank] = sample
+    by_module: dict[int, list[tuple[int, int, list[_Difference]]]] = defaultdict(list)
+    for number, steps in sorted(samples.items()):
+        if (first := _first_difference(steps)) is not None:
+            by_module[_module_of(number, evidence.world_size)].append(first)
     findings = []
-    for module, steps in sorted(samples.items()):
-        equal_until = wire.UNKNOWN
-        for step, ranks in sorted(steps.items()):
-            if len(ranks) < 2:
-                continue
-            differences = [d for part in _PARTS if (d := _difference(ranks, part)) is not None]
-            if differences:
-                findings.append(_finding(evidence, module, (equal_until, step), differences))
-                break
-            equal_until = step
+    for module, differing in sorted(by_module.items()):
+        step = min(step for _, step, _ in differing)
+        earliest = [each for each in differing if each[1] == step]
+        equal_until = min(equal_until for equal_until, _, _ in earliest)
+        differences = _merged([difference for _, _, found in earliest for difference in found])
+        findings.append(_finding(evidence, module, (equal_until, step), differences))
     return findings
+
+
+def _module_of(number: int, world_size: int) -> int:
+    """The module of a fingerprint's number: see `wire.replicas_module`."""
+    return number if number < wire.FIRST_REPLICAS else (number - wire.FIRST_REPLICAS) // max(1, world_size)
+
+
+def _first_difference(steps: dict[int, dict[int, wire.Fingerprint]]) -> tuple[int, int, list[_Difference]] | None:
+    """Last sampled step in which all agreed, the first in which ranks differ, and what differs; None if none does."""
+    equal_until = wire.UNKNOWN
+    for step, ranks in sorted(steps.items()):
+        if len(ranks) < 2:
+            continue
+        differences = [d for part in _PARTS if (d := _difference(ranks, part)) is not None]
+        if differences:
+            return equal_until, step, differences
+        equal_until = step
+    return None
+
+
+def _merged(differences: list[_Difference]) -> list[_Difference]:
+    """One difference for each part, of all shards."""
+    return [
+        _Difference(
+            part,
+            list(dict.fromkeys(name for each in of_part for name in each.names)),
+            sorted({rank for each in of_part for rank in each.ranks}),
+        )
+        for part in _PARTS
+        if (of_part := [each for each in differences if each.part == part])
+    ]
 
 
 def _difference(ranks: dict[int, wire.Fingerprint], part: str) -> _Difference | None:

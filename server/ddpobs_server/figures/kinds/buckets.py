@@ -1,4 +1,4 @@
-"""The buckets, or the units' collectives: compute, waiting for the last rank, and moving, each against the fit of the run's link."""
+"""The buckets, or the units' collectives: compute, waiting and moving, each against the fit of the run's link."""
 
 from __future__ import annotations
 

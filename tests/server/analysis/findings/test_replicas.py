@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from ddpobs_server.analysis.findings.not_reduced import NotReducedFacts, not_reduced
@@ -44,6 +45,20 @@ def test_gradients_that_differ_point_before_the_optimizer_and_buffers_to_themsel
     buffers = [(rank, fingerprint(0, [1, 2], [3, 4], [5 + rank])) for rank in range(2)]
     finding = only(replicas_differ(evidence(fingerprints=buffers)))
     assert (finding.parameters, facts_of(ReplicasDifferFacts, finding).parts) == (["bn.mean"], ["buffers"])
+
+
+def test_shards_are_compared_among_the_ranks_that_hold_the_same_ones() -> None:
+    """Ranks 0 and 2 hold the first shards of module 1, ranks 1 and 3 the second."""
+
+    def sample(rank: int, value: int) -> tuple[int, wire.Fingerprint]:
+        number = wire.replicas_module(1, rank % 2, 4)
+        return rank, msgspec.structs.replace(fingerprint(0, [1, 2], [rank % 2, value], [5]), module=number)
+
+    assert replicas_differ(evidence(fingerprints=[sample(rank, rank % 2) for rank in range(4)], world_size=4)) == []
+    differing = [sample(rank, rank) for rank in range(4)]
+    finding = only(replicas_differ(evidence(fingerprints=differing, world_size=4)))
+    assert (finding.ranks, finding.parameters) == ([2, 3], ["a.bias"])
+    assert facts_of(ReplicasDifferFacts, finding).module == 1
 
 
 def test_equal_replicas_and_a_single_rank_raise_nothing() -> None:

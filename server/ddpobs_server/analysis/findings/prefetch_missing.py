@@ -1,0 +1,134 @@
+"""Finding `prefetch-missing`: training waits for all-gathers of units that an earlier launch would hide."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddpobs.shared.quantities import duration
+from ddpobs.shared.words import bucket_title
+from ddpobs_server.analysis.communication.unit_steps import GATHERS, UnitSteps, free_ns, unit_steps, unsteady_reason
+from ddpobs_server.analysis.evidence import MAX_LISTED, Evidence, Judgement
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, advice_severity
+from ddpobs_server.analysis.steps.joined_steps import Floats
+
+CODES = ("prefetch-missing",)
+_FORWARD, _BACKWARD = GATHERS
+_REMEDIES = {
+    _FORWARD: "Call set_modules_to_forward_prefetch([next_unit]) on each unit.",
+    _BACKWARD: "Call set_modules_to_backward_prefetch([unit_before]) on each unit.",
+}
+_BLOCKING = (
+    "Collectives block the computation on this device: begin each all-gather one unit earlier by "
+    "unit.unshard(async_op=True), such as in a hook before the forward or backward of the unit before it."
+)
+_MEMORY = " A gathered unit takes its memory earlier."
+
+
+@dataclass(frozen=True)
+class PrefetchMissingFacts(Facts):
+    """All-gathers that training waits for, and what an earlier launch hides; medians over the steps.
+
+    Attributes:
+        module: Number of the module.
+        forward_exposed_ns: Wait for all-gathers in forward, without waiting for a late rank.
+        backward_exposed_ns: The same in backward.
+        saved_by_unit_ns: Predicted saving by the name of the collective.
+        blocks: Whether collectives block the thread that launches them.
+        steps_used: Number of steps.
+    """
+
+    module: int
+    forward_exposed_ns: int
+    backward_exposed_ns: int
+    saved_by_unit_ns: dict[str, int]
+    blocks: bool
+    steps_used: int
+
+
+FACTS = (PrefetchMissingFacts,)
+
+
+def prefetch_missing(evidence: Evidence) -> Judgement:
+    """Judge the time that a step would save if each all-gather began when the one before it is done."""
+    if not evidence.is_sharded or len(evidence.joined.ranks) < 2:
+        return []
+    units = unit_steps(evidence)
+    if isinstance(units, str):
+        return [NotJudged("prefetch-missing", units)]
+    saved_ns = hidden_ns(units)
+    gain = units.gain(saved_ns.sum(axis=1))
+    if gain is None:
+        return []
+    if reason := unsteady_reason(evidence, units):
+        return [NotJudged("prefetch-missing", reason)]
+    return [_finding(evidence, units, saved_ns, gain)]
+
+
+def hidden_ns(units: UnitSteps) -> Floats:
+    """Return the part of each exposed all-gather that a launch right after the one before it hides.
+
+    The bytes move meanwhile while the rank computes, and no other collective moves. So at most the time without
+    collectives between the two launches is saved. Where collectives block, torch's own prefetch in backward already
+    launches an all-gather before the computation that could hide it: then it is that computation's time.
+
+    Returns:
+        Shape [steps, collectives]; 0 for other collectives, and for the first all-gather of a pass.
+    """
+    saved_ns = np.zeros(units.exposed_ns.shape)
+    for kind in GATHERS:
+        places = [place for place, row in enumerate(units.rows) if row.kind == kind]
+        for before, place in zip([None, *places[:-1]], places, strict=True):
+            if _is_prefetched(units, place):
+                began_ns, ended_ns = units.done_ns[:, place], units.launched_ns[:, place + 1]
+            elif before is not None:
+                began_ns, ended_ns = units.done_ns[:, before], units.launched_ns[:, place]
+            else:
+                continue
+            saved_ns[:, place] = np.minimum(units.exposed_ns[:, place], free_ns(units, began_ns, ended_ns))
+    return saved_ns
+
+
+def _is_prefetched(units: UnitSteps, place: int) -> bool:
+    """Whether a blocking all-gather in backward comes before the computation of another unit, which reduces next."""
+    if not units.blocks or units.rows[place].kind != _BACKWARD or place + 1 == len(units.rows):
+        return False
+    following = units.rows[place + 1]
+    return following.kind not in GATHERS and following.unit != units.rows[place].unit
+
+
+def _finding(evidence: Evidence, units: UnitSteps, saved_ns: Floats, gain: Gain) -> Finding:
+    typical_ns, exposed_ns = np.median(saved_ns, axis=0), np.median(units.exposed_ns, axis=0)
+    of_kind = {kind: np.array([row.kind == kind for row in units.rows]) for kind in GATHERS}
+    passes = [kind for kind in GATHERS if typical_ns[of_kind[kind]].any()]
+    waited_ns = float(exposed_ns[of_kind[_FORWARD] | of_kind[_BACKWARD]].sum())
+    most = int(typical_ns.argmax())
+    places = np.flatnonzero(typical_ns > 0)
+    titles = [bucket_title(units.module, int(units.index[place]), row) for place, row in enumerate(units.rows)]
+    where = {_FORWARD: "Forward", _BACKWARD: "Backward"}
+    verdict = where[passes[0]] if len(passes) == 1 else "Training"
+    return Finding(
+        code="prefetch-missing",
+        severity=advice_severity(gain),
+        verdict=f"{verdict} waits for all-gathers that could begin earlier",
+        measure=f"{duration(waited_ns)} a step in all-gathers, without waiting for a late rank",
+        cause=f"{len(places)} all-gathers begin only after the computation before them"
+        if not units.blocks
+        else f"{len(places)} all-gathers block the computation that could hide them",
+        where=titles[most],
+        remedy=(_BLOCKING if units.blocks else " ".join(_REMEDIES[kind] for kind in passes)) + _MEMORY,
+        steps=evidence.step_range,
+        phase="exposed_comm",
+        buckets=units.index[places].tolist()[:MAX_LISTED],
+        parameters=[parameter.name for parameter in units.rows[most].parameters[:MAX_LISTED]],
+        gain=gain,
+        evidence=PrefetchMissingFacts(
+            module=units.module,
+            forward_exposed_ns=round(float(exposed_ns[of_kind[_FORWARD]].sum())),
+            backward_exposed_ns=round(float(exposed_ns[of_kind[_BACKWARD]].sum())),
+            saved_by_unit_ns={titles[place]: round(float(typical_ns[place])) for place in places[:MAX_LISTED]},
+            blocks=units.blocks,
+            steps_used=len(units.exposed_ns),
+        ),
+    )

@@ -1,0 +1,230 @@
+"""Finding `unit-size`: the units of a fully sharded model are too small for the link, or one is too large to hide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddpobs.shared.quantities import counted, duration, size_text
+from ddpobs.shared.words import percent
+from ddpobs.whatif.link import Link, fit_link
+from ddpobs_server.analysis.communication.unit_steps import GATHERS, UnitSteps, unit_steps, unsteady_reason
+from ddpobs_server.analysis.evidence import MAX_LISTED, Evidence, Judgement
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, advice_severity
+from ddpobs_server.analysis.steps.joined_steps import Floats
+
+CODES = ("unit-size",)
+LIMITS_MB = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0)
+"""Sizes up to which neighbouring units are merged."""
+PARTS = (2, 4, 8, 16)
+"""Numbers of units into which the largest one is divided."""
+_NEARLY = 0.9
+"""Share of the largest saving that the smallest change must reach: a large unit takes memory while it is gathered."""
+_ROOT = "(root)"
+
+
+@dataclass(frozen=True)
+class UnitSizeFacts(Facts):
+    """The present units, and what other sizes save.
+
+    Attributes:
+        kind: `small` or `large`.
+        module: Number of the module.
+        unit_bytes: Sizes of the units in the order of forward.
+        collectives_a_step: Number of collectives in a step.
+        exposed_ns: Time of a step in which training waits for moving bytes.
+        latency_ns: Latency of a collective, by its kind.
+        saved_ns: Predicted saving of a step by the change.
+        steps_used: Number of steps.
+    """
+
+    kind: str
+    module: int
+    unit_bytes: list[int]
+    collectives_a_step: int
+    exposed_ns: int
+    latency_ns: dict[str, int]
+    saved_ns: dict[str, int]
+    steps_used: int
+
+
+FACTS = (UnitSizeFacts,)
+
+
+def unit_size(evidence: Evidence) -> Judgement:
+    """Judge the time that a step would save with fewer units, or with the largest one divided."""
+    if not evidence.is_sharded or len(evidence.joined.ranks) < 2:
+        return []
+    units = unit_steps(evidence)
+    if isinstance(units, str):
+        return [NotJudged("unit-size", units)]
+    links = _links(units)
+    merged = _gains(units, {f"up to {limit:g} MB": merged_saving_ns(units, links, 1e6 * limit) for limit in LIMITS_MB})
+    divided = _gains(units, {f"{parts} units": divided_saving_ns(units, links, parts) for parts in PARTS})
+    options = max(merged, divided, key=lambda gains: max((gain.step_ns for gain in gains.values()), default=0))
+    if not options:
+        return []
+    if reason := unsteady_reason(evidence, units):
+        return [NotJudged("unit-size", reason)]
+    return [_small(evidence, units, links, options) if options is merged else _large(evidence, units, links, options)]
+
+
+def _links(units: UnitSteps) -> dict[str, Link]:
+    """Fit latency and bandwidth of each kind of collective; all-gathers in forward and in backward are one kind."""
+    sizes = np.array([float(row.size_bytes) for row in units.rows])
+    typical_ns = np.median(units.moving_ns, axis=0)
+    by_kind: dict[tuple[str, ...], list[int]] = {}
+    for place, row in enumerate(units.rows):
+        by_kind.setdefault(GATHERS if row.kind in GATHERS else (row.kind,), []).append(place)
+    return {
+        kind: link
+        for kinds, places in by_kind.items()
+        for link in [fit_link(sizes[places], typical_ns[places])]
+        for kind in kinds
+    }
+
+
+def merged_saving_ns(units: UnitSteps, links: Mapping[str, Link], limit_bytes: float) -> Floats:
+    """Return what merging neighbours up to this size would have saved in each step, shape [steps].
+
+    Each collective that goes saves its latency, as far as training waits for it. The root's unit stays: it is gathered
+    for the whole forward. Where latency is not known apart from the bytes, nothing is saved.
+    """
+    saved_ns, sizes = np.zeros(len(units.exposed_ns)), _sizes(units)
+    for kind, link in links.items():
+        total = 0.0
+        for place in [place for place, row in enumerate(units.rows) if row.kind == kind and row.unit != _ROOT]:
+            size = sizes[units.rows[place].unit]
+            if total and total + size <= limit_bytes:
+                total += size
+                saved_ns += np.minimum(link.alpha_ns, units.exposed_ns[:, place])
+            else:
+                total = size
+    return saved_ns
+
+
+def divided_saving_ns(units: UnitSteps, links: Mapping[str, Link], parts: int) -> Floats:
+    """Return what dividing the largest unit into equal ones would have saved in each step, shape [steps].
+
+    All parts but one can move beside the computation of another. So a collective of it hides at most that share of its
+    exposed time, at most the time between it and its neighbours, and pays the latency of each further part. Where
+    collectives block the computation, nothing is hidden.
+    """
+    saved_ns = np.zeros(len(units.exposed_ns))
+    if units.blocks:
+        return saved_ns
+    largest = max(units.rows, key=lambda row: row.size_bytes).unit
+    for place, row in enumerate(units.rows):
+        if row.unit == largest:
+            hidden_ns = np.minimum((1 - 1 / parts) * units.exposed_ns[:, place], _computing_ns(units, place))
+            saved_ns += hidden_ns - (parts - 1) * links[row.kind].alpha_ns
+    return saved_ns
+
+
+def _computing_ns(units: UnitSteps, place: int) -> Floats:
+    """Return the shortest time over the ranks beside a collective: after an all-gather, before a reduction."""
+    if units.rows[place].kind in GATHERS:
+        after = place + 1
+        if after == len(units.rows):
+            return np.zeros(len(units.exposed_ns))
+        free: Floats = (units.launched_ns[:, after] - units.done_ns[:, place]).min(axis=1).astype(np.float64)
+    elif place == 0:
+        return np.zeros(len(units.exposed_ns))
+    else:
+        free = (units.launched_ns[:, place] - units.done_ns[:, place - 1]).min(axis=1).astype(np.float64)
+    return np.maximum(0.0, free)
+
+
+def _gains(units: UnitSteps, savings: Mapping[str, Floats]) -> dict[str, Gain]:
+    found = {change: units.gain(saved_ns) for change, saved_ns in savings.items()}
+    return {change: gain for change, gain in found.items() if gain is not None}
+
+
+def _smallest(gains: Mapping[str, Gain]) -> str:
+    """Return the first change that saves nearly as much as any."""
+    most = max(gain.step_ns for gain in gains.values())
+    return next(change for change, gain in gains.items() if gain.step_ns >= _NEARLY * most)
+
+
+def _small(evidence: Evidence, units: UnitSteps, links: Mapping[str, Link], gains: Mapping[str, Gain]) -> Finding:
+    sizes, change = list(_sizes(units).values()), _smallest(gains)
+    count, typical = len(units.rows), float(np.median(sizes))
+    latency_ns = sum(links[row.kind].alpha_ns for row in units.rows)
+    return _finding(
+        evidence,
+        units,
+        ("small", links, gains),
+        gains[change],
+        verdict="Larger units would make steps faster",
+        measure=f"{counted(len(sizes), 'unit')} of about {size_text(round(typical))}, "
+        f"{counted(count, 'collective')} a step",
+        cause=f"the latency of these collectives is {duration(latency_ns)} a step",
+        remedy=f"Apply fully_shard to groups of neighbouring modules, {change} each: fully_shard([a, b]). A larger "
+        "unit takes more memory while it is gathered.",
+    )
+
+
+def _large(evidence: Evidence, units: UnitSteps, links: Mapping[str, Link], gains: Mapping[str, Gain]) -> Finding:
+    sizes, change = _sizes(units), _smallest(gains)
+    largest = max(sizes, key=sizes.__getitem__)
+    exposed_ns = sum(
+        float(np.median(units.exposed_ns[:, place])) for place, row in enumerate(units.rows) if row.unit == largest
+    )
+    return _finding(
+        evidence,
+        units,
+        ("large", links, gains),
+        gains[change],
+        verdict=f"Unit {largest} is too large to move beside the computation",
+        measure=f"{size_text(sizes[largest])}, {percent(sizes[largest] / sum(sizes.values()))} of the model; training "
+        f"waits {duration(exposed_ns)} a step for it",
+        cause="a unit is gathered whole before its first module computes, and reduced after its last",
+        remedy=f"Apply fully_shard to modules inside it as well, so that it becomes {change} of about equal size.",
+        parameters=_parameters(units, largest),
+    )
+
+
+def _finding(
+    evidence: Evidence,
+    units: UnitSteps,
+    facts: tuple[str, Mapping[str, Link], Mapping[str, Gain]],
+    gain: Gain,
+    *,
+    parameters: list[str] | None = None,
+    **words: str,
+) -> Finding:
+    kind, links, gains = facts
+    return Finding(
+        code="unit-size",
+        severity=advice_severity(gain),
+        steps=evidence.step_range,
+        phase="exposed_comm",
+        gain=gain,
+        parameters=parameters or [],
+        evidence=UnitSizeFacts(
+            kind=kind,
+            module=units.module,
+            unit_bytes=list(_sizes(units).values()),
+            collectives_a_step=len(units.rows),
+            exposed_ns=round(float(np.median(units.exposed_ns.sum(axis=1)))),
+            latency_ns={name: round(link.alpha_ns) for name, link in links.items()},
+            saved_ns={change: each.step_ns for change, each in gains.items()},
+            steps_used=len(units.exposed_ns),
+        ),
+        **words,  # type: ignore[arg-type]
+    )
+
+
+def _sizes(units: UnitSteps) -> dict[str, int]:
+    """Return the size of each unit, in the order of forward: of its largest collective."""
+    sizes: dict[str, int] = {}
+    for row in units.rows:
+        sizes[row.unit] = max(sizes.get(row.unit, 0), row.size_bytes)
+    return sizes
+
+
+def _parameters(units: UnitSteps, unit: str) -> list[str]:
+    row = next(row for row in units.rows if row.unit == unit)
+    return [parameter.name for parameter in row.parameters[:MAX_LISTED]]
