@@ -1,4 +1,4 @@
-"""Finding `unit-size`: the units of a fully sharded model are too small for the link, or one is too large to hide."""
+"""Finding `unit-size`: the units of a fully sharded model are too small for the link, or the model is a single one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ddpobs import wire
 from ddpobs.shared.quantities import counted, duration, size_text
-from ddpobs.shared.words import percent
 from ddpobs.whatif.link import Link, fit_link
 from ddpobs_server.analysis.communication.unit_steps import GATHERS, UnitSteps, unit_steps, unsteady_reason
 from ddpobs_server.analysis.evidence import MAX_LISTED, Evidence, Judgement
@@ -19,7 +19,7 @@ CODES = ("unit-size",)
 LIMITS_MB = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0)
 """Sizes up to which neighbouring units are merged."""
 PARTS = (2, 4, 8, 16)
-"""Numbers of units into which the largest one is divided."""
+"""Numbers of units into which the only one is divided."""
 _NEARLY = 0.9
 """Share of the largest saving that the smallest change must reach: a large unit takes memory while it is gathered."""
 _ROOT = "(root)"
@@ -54,15 +54,15 @@ FACTS = (UnitSizeFacts,)
 
 
 def unit_size(evidence: Evidence) -> Judgement:
-    """Judge the time that a step would save with fewer units, or with the largest one divided."""
+    """Judge the time that a step would save with fewer units, or with a single one divided."""
     if not evidence.is_sharded or len(evidence.joined.ranks) < 2:
         return []
     units = unit_steps(evidence)
     if isinstance(units, str):
         return [NotJudged("unit-size", units)]
-    links = _links(units)
+    links, computing_ns = _links(units), _computing_ns(evidence)
     merged = _gains(units, {f"up to {limit:g} MB": merged_saving_ns(units, links, 1e6 * limit) for limit in LIMITS_MB})
-    divided = _gains(units, {f"{parts} units": divided_saving_ns(units, links, parts) for parts in PARTS})
+    divided = _gains(units, {f"{parts} units": divided_saving_ns(units, computing_ns, parts) for parts in PARTS})
     options = max(merged, divided, key=lambda gains: max((gain.step_ns for gain in gains.values()), default=0))
     if not options:
         return []
@@ -105,36 +105,36 @@ def merged_saving_ns(units: UnitSteps, links: Mapping[str, Link], limit_bytes: f
     return saved_ns
 
 
-def divided_saving_ns(units: UnitSteps, links: Mapping[str, Link], parts: int) -> Floats:
-    """Return what dividing the largest unit into equal ones would have saved in each step, shape [steps].
+def divided_saving_ns(units: UnitSteps, computing_ns: tuple[float, float], parts: int) -> Floats:
+    """Return what dividing the only unit into equal ones would have saved in each step, shape [steps].
 
-    All parts but one can move beside the computation of another. So a collective of it hides at most that share of its
-    exposed time, at most the time between it and its neighbours, and pays the latency of each further part. Where
-    collectives block the computation, nothing is hidden.
+    All parts but the first are gathered beside the forward of the one before, and all but the last are reduced beside
+    backward. There they are gathered again, all but the last of forward. What has no room beside the computation stays
+    exposed. Where collectives block the computation, nothing is hidden; the latency of further parts is not known.
+
+    Args:
+        units: The collectives.
+        computing_ns: Own time of forward and of backward in a typical step, of the fastest rank.
+        parts: Number of units afterwards.
     """
     saved_ns = np.zeros(len(units.exposed_ns))
-    if units.blocks:
+    if units.blocks or len({row.unit for row in units.rows}) > 1:
         return saved_ns
-    largest = max(units.rows, key=lambda row: row.size_bytes).unit
-    for place, row in enumerate(units.rows):
-        if row.unit == largest:
-            hidden_ns = np.minimum((1 - 1 / parts) * units.exposed_ns[:, place], _computing_ns(units, place))
-            saved_ns += hidden_ns - (parts - 1) * links[row.kind].alpha_ns
-    return saved_ns
+    of_kind = {row.kind: units.exposed_ns[:, place] for place, row in enumerate(units.rows)}
+    gathered_ns, scattered_ns = (of_kind.get(kind, saved_ns) for kind in ("all_gather", "reduce_scatter"))
+    share = 1 - 1 / parts
+    forward_ns, backward_ns = (share * time_ns for time_ns in computing_ns)
+    in_forward_ns = gathered_ns / parts + np.maximum(0.0, share * gathered_ns - forward_ns)
+    in_backward_ns = np.maximum(scattered_ns / parts, share * gathered_ns + scattered_ns - backward_ns)
+    result: Floats = gathered_ns + scattered_ns - in_forward_ns - in_backward_ns
+    return result
 
 
-def _computing_ns(units: UnitSteps, place: int) -> Floats:
-    """Return the shortest time over the ranks beside a collective: after an all-gather, before a reduction."""
-    if units.rows[place].kind in GATHERS:
-        after = place + 1
-        if after == len(units.rows):
-            return np.zeros(len(units.exposed_ns))
-        free: Floats = (units.launched_ns[:, after] - units.done_ns[:, place]).min(axis=1).astype(np.float64)
-    elif place == 0:
-        return np.zeros(len(units.exposed_ns))
-    else:
-        free = (units.launched_ns[:, place] - units.done_ns[:, place - 1]).min(axis=1).astype(np.float64)
-    return np.maximum(0.0, free)
+def _computing_ns(evidence: Evidence) -> tuple[float, float]:
+    """Own time of forward and of backward in a typical step, of the fastest rank."""
+    own_ns = np.median(evidence.joined.phases_ns.min(axis=1), axis=0)
+    forward, backward = (float(own_ns[wire.OWN_PHASES.index(phase)]) for phase in ("forward", "backward"))
+    return forward, backward
 
 
 def _gains(units: UnitSteps, savings: Mapping[str, Floats]) -> dict[str, Gain]:
@@ -167,22 +167,18 @@ def _small(evidence: Evidence, units: UnitSteps, links: Mapping[str, Link], gain
 
 
 def _large(evidence: Evidence, units: UnitSteps, links: Mapping[str, Link], gains: Mapping[str, Gain]) -> Finding:
-    sizes, change = _sizes(units), _smallest(gains)
-    largest = max(sizes, key=sizes.__getitem__)
-    exposed_ns = sum(
-        float(np.median(units.exposed_ns[:, place])) for place, row in enumerate(units.rows) if row.unit == largest
-    )
+    change, row = _smallest(gains), units.rows[0]
+    exposed_ns = float(np.median(units.exposed_ns.sum(axis=1)))
     return _finding(
         evidence,
         units,
         ("large", links, gains),
         gains[change],
-        verdict=f"Unit {largest} is too large to move beside the computation",
-        measure=f"{size_text(sizes[largest])}, {percent(sizes[largest] / sum(sizes.values()))} of the model; training "
-        f"waits {duration(exposed_ns)} a step for it",
+        verdict="The model is a single unit, which no computation hides",
+        measure=f"{size_text(row.size_bytes)}; training waits {duration(exposed_ns)} a step for it",
         cause="a unit is gathered whole before its first module computes, and reduced after its last",
-        remedy=f"Apply fully_shard to modules inside it as well, so that it becomes {change} of about equal size.",
-        parameters=_parameters(units, largest),
+        remedy=f"Apply fully_shard to the blocks of the model too, so that it becomes {change} of about equal size.",
+        parameters=[parameter.name for parameter in row.parameters[:MAX_LISTED]],
     )
 
 
@@ -223,8 +219,3 @@ def _sizes(units: UnitSteps) -> dict[str, int]:
     for row in units.rows:
         sizes[row.unit] = max(sizes.get(row.unit, 0), row.size_bytes)
     return sizes
-
-
-def _parameters(units: UnitSteps, unit: str) -> list[str]:
-    row = next(row for row in units.rows if row.unit == unit)
-    return [parameter.name for parameter in row.parameters[:MAX_LISTED]]
