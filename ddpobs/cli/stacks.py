@@ -46,8 +46,8 @@ def _stack_lines(rank: dict[str, Any], titles: dict[tuple[int, int], str]) -> li
         pulse = stuck
     activity = " ".join(filter(None, [pulse.get("activity") or pulse["phase"], pulse.get("waits_in")]))
     if pulse.get("activity") == "bucket" and pulse["bucket"] not in (None, -1):  # Older collectors send -1.
-        place = pulse.get("module") or 0, pulse["bucket"]
-        activity = titles.get(place) or bucket_title(*place)
+        bucket = pulse.get("module") or 0, pulse["bucket"]
+        activity = titles.get(bucket) or bucket_title(*bucket)
     title += f": {activity}, step {pulse['step']}, no progress for {pulse.get('idle_ns', 0) / 1e9:.0f} s"
     title += " until it was ended" if stuck else ""
     if place := pulse.get("place"):

@@ -75,7 +75,8 @@ class Sharded:
             ends.append(begin)
         end = np.repeat(np.array(ends)[:, None], self.ranks, 1)
         clock = np.arange(self.ranks) * 3_600_000.0
-        return self._evidence(steps, np.concatenate([end[:1] * 0, end[:-1]]) + clock, end + clock, clock, facts)
+        begins: Floats = np.concatenate([end[:1] * 0, end[:-1]]) + clock
+        return self._evidence(steps, begins, end + clock, clock, facts)
 
     def rows(self) -> list[tuple[int, str]]:
         """Unit and kind of each row of the layout."""
