@@ -74,7 +74,7 @@ class Sharded:
             steps.append(step)
             ends.append(begin)
         end = np.repeat(np.array(ends)[:, None], self.ranks, 1)
-        clock = np.arange(self.ranks) * 3_600_000.0
+        clock: Floats = np.arange(self.ranks, dtype=np.float64) * 3_600_000.0
         begins: Floats = np.concatenate([end[:1] * 0, end[:-1]]) + clock
         return self._evidence(steps, begins, end + clock, clock, facts)
 
