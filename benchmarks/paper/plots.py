@@ -34,7 +34,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     experiment, settings = EXPERIMENTS[results["experiment"]], results["settings"]
-    figure = Figure(figsize=(5.5 * len(settings), 4.2), layout="constrained")
+    figure = Figure(figsize=(5.5 * len(settings), 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     panels: list[Axes] = list(figure.subplots(1, len(settings), squeeze=False)[0])
     for axes, (setting, found) in zip(panels, settings.items(), strict=True):
@@ -49,7 +49,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         _claims(axes, experiment, titles, found)
         axes.set_ylim(bottom=0)
         axes.set_ylabel("seconds a batch")
-        axes.legend(fontsize="small")
+        axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.3))
     figure.suptitle(experiment.title.replace("`", ""))
     figure.savefig(path)
 
