@@ -51,7 +51,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axes.set_ylabel("seconds a batch")
         axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.3))
     figure.suptitle(experiment.title.replace("`", ""))
-    figure.savefig(path)
+    figure.savefig(path, bbox_inches="tight")
 
 
 def _boxes(axes: Axes, experiment: Experiment, titles: list[str], found: dict[str, Launches]) -> None:
