@@ -24,6 +24,7 @@ from benchmarks.pairs import Ratio, ratio
 from benchmarks.paper.experiments import EXPERIMENTS
 from benchmarks.paper.tables import claims
 from benchmarks.tables import compare, rows_of
+from benchmarks.whatif import __main__ as whatif
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -354,6 +355,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "reads": _reads,
     "peaks": _peaks,
     "many-runs": _many_runs,
+    "whatif": lambda: whatif.errors(newest("whatif")) + "\n",
     "extremes": _extremes,
     "soak": _soak,
     "strategies": _strategies,

@@ -168,8 +168,8 @@ def advised(url: str, base: Setting) -> dict[str, Any]:
     return {"base": base.name, "cap": cap, "ratio": measured[cap] / min(measured.values())}
 
 
-def report(results: dict[str, Any]) -> str:
-    """Return the tables."""
+def errors(results: dict[str, Any]) -> str:
+    """Return a table with the errors by kind of change."""
     by_kind: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in results["rows"]:
         by_kind["all"].append(row)
@@ -190,7 +190,12 @@ def report(results: dict[str, Any]) -> str:
             f"| {kind} | {len(known)} | {len(rows) - len(known)} | {np.median(errors):.1%} | "
             f"{np.quantile(errors, 0.9):.1%} | {inside / len(known):.0%} | ± {width:.1%} |"
         )
-    lines += ["", "| base | advised cap | its step over the best measured |", "|---|---|---|"]
+    return "\n".join(lines)
+
+
+def report(results: dict[str, Any]) -> str:
+    """Return the tables."""
+    lines = [errors(results), "", "| base | advised cap | its step over the best measured |", "|---|---|---|"]
     lines += [
         f"| {row['base']} | {row['cap']} | {row['ratio'] and round(row['ratio'], 3)} |" for row in results["advice"]
     ]
