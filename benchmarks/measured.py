@@ -28,7 +28,9 @@ from benchmarks.whatif import __main__ as whatif
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = tuple(ROOT / "docs" / name for name in ("measurements.md", "methods/diagnosis-truth.md", "paper.md"))
+PAGES = tuple(
+    ROOT / "docs" / name for name in ("measurements.md", "methods/diagnosis-truth.md", "paper.md", "whatif.md")
+)
 _MARK = re.compile(r"<!-- table: ([\w-]+) -->\n(?:.+\n)*")
 
 
