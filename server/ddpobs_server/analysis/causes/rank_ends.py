@@ -164,12 +164,6 @@ class End:
         return self.is_consequence or (self.kind == "died" and self.facts.signal == "SIGABRT")
 
 
-def interrupt_of(events: Iterable[tuple[int, wire.Event]]) -> End | None:
-    """The interrupt that ended the run; None if none did, or a rank failed or died before."""
-    first = next(iter(ends_of(events)), None)
-    return first if first is not None and first.kind == "interrupted" else None
-
-
 def ends_of(events: Iterable[tuple[int, wire.Event]]) -> list[End]:
     """The ranks that did not end in order, the first cause first: an interrupt if no rank failed or died before it.
 

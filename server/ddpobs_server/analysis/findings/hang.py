@@ -12,7 +12,7 @@ from ddpobs.shared.judged_rank import JudgedRank
 from ddpobs.shared.quantities import time_range
 from ddpobs.shared.words import format_ranks
 from ddpobs.wire.facts import DUMPED, DumpFacts, StuckFacts, facts_of
-from ddpobs_server.analysis.causes.rank_ends import End, ends_of, interrupt_of
+from ddpobs_server.analysis.causes.rank_ends import End, ends_of
 from ddpobs_server.analysis.causes.waited_for import bucket_of, bucket_parameters, hang_at, shown_ranks, spanned_ns
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, Interval
@@ -194,9 +194,9 @@ def _past(evidence: Evidence, until_ns: int | None) -> list[Finding]:
         evidence: The run.
         until_ns: End of a hang that has a finding of its own; None without one.
     """
-    interrupt = interrupt_of(evidence.events)
+    first_end = next(iter(ends_of(evidence.events)), None)
     stuck = [
-        (rank, event) for rank, event in evidence.events if event.kind == "stuck" and not _began_after(interrupt, event)
+        (rank, event) for rank, event in evidence.events if event.kind == "stuck" and not _began_after(first_end, event)
     ]
     if until_ns is not None:
         stuck = [(rank, event) for rank, event in stuck if spanned_ns(event, until_ns) is None]
@@ -205,12 +205,12 @@ def _past(evidence: Evidence, until_ns: int | None) -> list[Finding]:
     return [_longest(part, evidence, is_over=part is went_on) for part in (ended, went_on) if part]
 
 
-def _began_after(interrupt: End | None, event: wire.Event) -> bool:
-    """Whether the rank became stuck only after the run was interrupted: it waited for the interrupted rank."""
+def _began_after(first_end: End | None, event: wire.Event) -> bool:
+    """Whether the rank became stuck only after a rank failed, died or was interrupted: it waited for that rank."""
     facts = _of(event)
-    if interrupt is None or facts.wall_ns is None or facts.patience_ns is None:
+    if first_end is None or facts.wall_ns is None or facts.patience_ns is None:
         return False
-    return facts.wall_ns - facts.idle_ns + facts.patience_ns > interrupt.wall_ns
+    return facts.wall_ns - facts.idle_ns + facts.patience_ns > first_end.wall_ns
 
 
 def _longest(stuck: _Stuck, evidence: Evidence, *, is_over: bool) -> Finding:

@@ -143,6 +143,14 @@ def failed(rank: int, error: str, message: str, wall_s: int, **facts: Any) -> tu
     return rank, wire.Event(kind="failed", at_ns=0, step=6, detail=detail)
 
 
+@pytest.mark.parametrize(("idle_s", "hung"), [(40, False), (80, True)])
+def test_a_rank_that_waits_for_a_failed_one_did_not_hang(idle_s: int, hung: bool) -> None:
+    waited = stuck(0, "bucket", idle_s)
+    waited[1].detail.update(outcome="ended", wall_ns=140 * S, patience_ns=8 * S)
+    events = [failed(1, "ValueError", "a bad sample", 100), waited]
+    assert bool(hang(evidence(events=events, ended={0: "failed", 1: "failed"}))) == hung
+
+
 def test_the_rank_with_an_error_of_its_own_failed_first_also_with_a_late_clock() -> None:
     victim = failed(0, "RuntimeError", "[gloo] Connection closed by peer [127.0.0.1]:4711", 5)
     finding = only(crash(evidence(events=[victim, failed(1, "ValueError", "a bad sample\nmore", 6)])))
