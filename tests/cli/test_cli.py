@@ -161,7 +161,7 @@ def test_the_help_groups_the_commands_in_the_order_of_their_use() -> None:
     ]
     assert places == sorted(places)
     commands = [line for line in text.splitlines() if re.match(r"│ [a-z]+ +[A-Z]", line)]
-    assert len(commands) == 13
+    assert len(commands) == 14
     assert all(line.rstrip(" │").endswith(".") for line in commands)  # One line each in 80 columns.
 
 
