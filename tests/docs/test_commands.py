@@ -27,6 +27,7 @@ from benchmarks.rig.training import PATIENT
 from ddpobs import wire
 from ddpobs.cli import main as commands
 from ddpobs.export.spool import Encoded, Spool
+from tests.support.otlp import receiver
 from tests.support.profiler_traces import trace
 from tests.support.server.batches import batch, source_of, steps
 
@@ -42,6 +43,7 @@ NOT_RUN = {
     r"\bkubectl ": "needs a cluster; tests/deployment/test_kubernetes.py renders and checks the manifests",
     r"^systemctl |^cp deploy/systemd/": "changes the system; tests/deployment/test_services.py checks the unit",
     r"^sbatch ": "needs SLURM; tests/deployment/test_services.py runs the script",
+    r"^kill -HUP ": "tests/server/web/test_reload.py sends the signal",
     r"^pg_dump |^pg_restore ": "tests/server/operations/test_backup.py runs both",
     r"-- accelerate launch |-- python train.py": "tests/integration/test_frameworks.py starts both",
     r"torchrun .*train_horovod.py|^DDPOBS_TELEMETRY=\S+ torchrun ": "tests/integration/test_frameworks.py starts it",
@@ -218,11 +220,14 @@ def test_the_python_of_the_notebook_page_runs(place: Place, monkeypatch: pytest.
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "notebook.md").read_text(), re.DOTALL)
     monkeypatch.chdir(place.folder)
     known: dict[str, Any] = {"writer": None}
-    for block in blocks:
-        exec(block.replace("http://collector:8321", place.url).replace("rank=3", "rank=1"), known)
+    with receiver() as (address, received):
+        places = {"http://collector:8321": place.url, "http://localhost:4318": address, "rank=3": "rank=1"}
+        for block in blocks:
+            exec(re.sub("|".join(places), lambda found: places[found[0]], block), known)
+    assert received
     assert known["run"].name == RUN
     assert known["steps"].rows == 60
     assert known["steps"]["own_ns"].tolist()[0] is None
     assert Path("phases.html").stat().st_size > 10**6
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     assert ddpobs.current_run() is None

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ddpobs_server.analysis.account.parts import PARTS
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from ddpobs import Client, trackers
 from ddpobs.client.client import Run
@@ -22,6 +17,7 @@ from ddpobs.errors import CollectorError
 from ddpobs.trackers.goodput_names import NAMES, UNKNOWN
 from ddpobs.wire import PHASES
 from tests.support.integration.collectors import Reply, collector
+from tests.support.otlp import receiver
 
 BEGAN_NS = 1_700_000_000 * 10**9
 ROWS = 1200
@@ -56,33 +52,6 @@ def answer(path: str) -> Reply:
 def run() -> Iterator[Run]:
     with collector(answer) as server:
         yield Client(server.url).run("r")
-
-
-@contextmanager
-def receiver(status: int = 200) -> Iterator[tuple[str, list[Any]]]:
-    """An OTLP receiver: its address, and the requests that arrived, with the header `x-key`."""
-    requests: list[Any] = []
-    kinds: dict[str, Any] = {"/v1/traces": ExportTraceServiceRequest, "/v1/metrics": ExportMetricsServiceRequest}
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            requests.append((self.headers["x-key"], kinds[self.path].FromString(body)))
-            self.send_response(status)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", requests
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def values(attributes: Any) -> dict[str, Any]:
