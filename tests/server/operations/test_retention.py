@@ -203,7 +203,7 @@ def test_the_oldest_spans_are_removed_before_any_run(tmp_path: Path) -> None:
     empty = store.size_bytes()
     for day in range(4):
         for seq in range(10):
-            arrive(store, f"run-{day}", day=day, seq=seq, count=2000)
+            arrive(store, f"run-{day}", day=day, seq=seq, count=3000)
     full = store.size_bytes()
     limit = (empty + full) // 2
     run_retention(store, day=10, keep_gb=limit / 1e9)
@@ -211,7 +211,7 @@ def test_the_oldest_spans_are_removed_before_any_run(tmp_path: Path) -> None:
     has_spans = [rows(store, f"run-{day}")[1] > 0 for day in range(4)]
     assert has_spans == sorted(has_spans)  # The oldest are removed first.
     assert (has_spans[0], has_spans[-1]) == (False, True)
-    assert [rows(store, f"run-{day}")[2] for day in range(4)] == [20_000] * 4
+    assert [rows(store, f"run-{day}")[2] for day in range(4)] == [30_000] * 4
     store.close()
 
 
@@ -222,16 +222,16 @@ def test_a_runs_oldest_columns_are_removed_and_no_more_than_necessary(
     monkeypatch.setattr(removal, "_CHUNKS_FOR_ROOM", 1)
     empty = store.used_bytes()
     for seq in range(5, 10):
-        arrive(store, "running", day=9, seq=seq, count=5000)
+        arrive(store, "running", day=9, seq=seq, count=8000)
     old = store.used_bytes()
     for seq in range(5):
-        arrive(store, "running", day=9, seq=seq, count=5000, attempt="b" * 16, source="b" * 16)
+        arrive(store, "running", day=9, seq=seq, count=8000, attempt="b" * 16, source="b" * 16)
     limit = (empty + old) // 2 + store.used_bytes() - old
     run_retention(store, day=9, keep_gb=limit / 1e9)
     step = store.spans("running", ATTEMPT)[1].step
-    assert 25_000 < step[0] < step[-1] == 49_999
-    assert len(step) == 2 * (50_000 - step[0])
-    assert len(store.spans("running", "b" * 16)[0]) == 50_000
+    assert 40_000 < step[0] < step[-1] == 79_999
+    assert len(step) == 2 * (80_000 - step[0])
+    assert len(store.spans("running", "b" * 16)[0]) == 80_000
     assert limit - (old - empty) / 5 < store.used_bytes() <= limit
 
 
