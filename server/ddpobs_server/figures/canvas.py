@@ -96,6 +96,8 @@ def add_hover(plot: figure, renderers: Sequence[Any], *tooltips: tuple[str, str]
 
 def add_legend(plot: figure, theme: Theme) -> None:
     """Put the legend above the plot; a click on an entry hides its glyphs."""
+    if not plot.legend:  # Nothing is drawn that has a name.
+        return
     plot.add_layout(plot.legend[0], "above")
     legend = plot.legend[0]
     legend.orientation, legend.click_policy = "horizontal", "hide"

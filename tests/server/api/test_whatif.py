@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import ddpobs
 from benchmarks.rig.collector import Collector
 from ddpobs.cli import main
+from ddpobs.whatif.strategies import HOST_NS
 from tests.support.analysis.link_scenario import Run
 from tests.support.server.batches import assert_problem, batch, get, hello, put
 from tests.support.server.whatif_run import MB, RUN, send
@@ -55,7 +56,7 @@ def test_an_answer_for_each_cap_and_strategy(url: str) -> None:
 
 def test_a_list_of_caps_and_another_link_hold_together(url: str) -> None:
     (answer,) = answers(url, bucket_cap_mb="1:25", first_bucket_mb=0.5, link_gbps=0.5)
-    slower = replace(RUN, rate=0.0625)
+    slower = replace(RUN, rate=1 / (16 + HOST_NS))
     assert answer["caps_mb"] == [0.5, 1, 25]
     assert answer["prediction"]["step_ns"] == pytest.approx(step_ns(slower), rel=0.01)
     assert answer["prediction"]["words"].startswith("costs ")

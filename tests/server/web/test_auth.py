@@ -34,6 +34,7 @@ CALLS = {
     "read": [
         ("GET", "/api/v1/runs"),
         ("GET", "/api/v1/workspaces"),
+        ("GET", "/api/v1/fleet"),
         ("GET", "/api/v1/figures"),
         ("GET", "/metrics"),
         *(
@@ -48,7 +49,7 @@ CALLS = {
     "ingest and read": [("PATCH", "/api/v1/runs/a-run")],
     "admin": [("DELETE", "/api/v1/runs/a-run"), ("GET", "/api/v1/audit")],
     "": [
-        *(("GET", where) for where in ("/healthz", "/readyz", "/", "/runs/a-run", "/docs", "/openapi.json")),
+        *(("GET", where) for where in ("/healthz", "/readyz", "/", "/fleet", "/runs/a-run", "/docs", "/openapi.json")),
         *(("GET", where) for where in ("/static/style.css", "/swagger/swagger-ui.css", "/compare", "/help/crash")),
         *(("GET", where) for where in ("/bokeh/bokeh.min.js", "/figures/none.js", "/perfetto/index.html")),
     ],
