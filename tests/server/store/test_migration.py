@@ -248,5 +248,5 @@ def test_sqlite_stores_narrow_rows_in_key_order_alone(tmp_path: Path, revision: 
     with store._engine.connect() as connection:
         tables = connection.execute(text("SELECT name, wr FROM pragma_table_list")).all()
     without_rowid = {str(name) for name, flag in tables if flag}
-    assert without_rowid == {"batches", "rollups", "step_histogram", "peer_totals"}
+    assert without_rowid == {"batches", "rollups", "step_histogram", "peer_totals", "host_totals"}
     store.close()
