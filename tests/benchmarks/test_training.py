@@ -76,6 +76,6 @@ def test_whatif_predicts_each_setting_from_one_and_measures_it(tmp_path: Path) -
     need("tc", "iproute2")
     output = run("whatif/__main__", "--json", str(tmp_path / "results.json"))
     results = json.loads((tmp_path / "results.json").read_text())
-    assert len(results["rows"]) == 7
+    assert len(results["rows"]) == 8
     assert all(row["measured_ns"] > 0 for row in results["rows"])
     assert "\n| all | " in output
