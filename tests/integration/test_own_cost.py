@@ -44,7 +44,7 @@ def test_a_rest_is_no_loss_and_its_steps_keep_their_numbers(trained: tuple[str, 
     assert "unrecorded" not in parts
     cost = diagnosis["telemetry"]
     assert cost == account["telemetry"]
-    assert cost["rests"] >= STEPS // _CYCLE - 2
+    assert cost["rests"] >= STEPS // _CYCLE * 2 // 3  # A rest beside a disturbed step is left out.
     assert "telemetry adds" in account["summary"].lower()
     assert "telemetry adds" in logs.lower(), "the box at the end has it"
     metrics = httpx.get(f"{url}/metrics", params={"only": "runs"}).text
