@@ -243,13 +243,8 @@ def test_tables_are_whole() -> None:
 @pytest.mark.parametrize("page", measured.PAGES, ids=lambda page: page.stem)
 def test_the_tables_of_the_measurements_are_those_of_the_newest_results(page: Path) -> None:
     text = page.read_text()
-    assert "<!-- table: " in text
+    assert text.count("<!-- table: ") > (0 if page.stem == "whatif" else 2)
     assert measured.filled(text) == text
-
-
-def test_most_tables_of_results_are_in_the_measurements() -> None:
-    counts = [page.read_text().count("<!-- table: ") for page in measured.PAGES]
-    assert counts[0] > sum(counts) / 2 > 10
 
 
 def test_files_that_tests_start_first_exist() -> None:

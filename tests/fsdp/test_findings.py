@@ -12,12 +12,7 @@ import pytest
 from benchmarks.faults.launch import ranks_of
 from benchmarks.rig import patience
 from benchmarks.rig.collector import collector
-from benchmarks.rig.training import ROOT, TORCHRUN
-from tests.support.integration.run_command import command
-from tests.support.integration.slow_ranks import get
-
-SCRIPT = ROOT / "tests" / "integration" / "scripts" / "sharded.py"
-OF_BUCKETS = {"bucket-size", "bucket-order", "compression-pays", "accumulation-pays"}
+from tests.support.integration.sharded import SCRIPT, findings, train
 
 
 @pytest.fixture(scope="module")
@@ -26,40 +21,11 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield running.url
 
 
-def train(url: str, run: str, fault: str = "", steps: int = 60, environ: dict[str, str] | None = None) -> Any:
-    given = command(*TORCHRUN[1:], SCRIPT, fault, steps, url=url, run=run)
-    return patience.run(given["args"], environ=given["env"] | (environ or {}))
-
-
-def findings(url: str, run: str) -> dict[str, dict[str, Any]]:
-    return {finding["code"]: finding for finding in get(url, run, "/diagnostics")["findings"]}
-
-
 def hang_of(url: str, run: str) -> dict[str, Any] | None:
     try:
         return findings(url, run).get("hang")
     except httpx.HTTPStatusError:  # The run has sent nothing yet.
         return None
-
-
-def test_a_balanced_training_has_steps_and_units_and_no_finding_of_a_rank_or_of_buckets(url: str) -> None:
-    done = train(url, "balanced")
-    assert done.returncode == 0, done.stderr
-    found = findings(url, "balanced")
-    assert get(url, "balanced", "/diagnostics")["steps_seen"] == 60
-    serious = {code for code, finding in found.items() if finding["severity"] != "info"}  # The machine has other work.
-    assert not {"hang", "crash", "not-reduced", "replicas-differ", *OF_BUCKETS} & set(found), found
-    assert "straggler" not in serious, found
-    units = {bucket["unit"] for bucket in get(url, "balanced", "/layout")["layouts"][0]["buckets"]}
-    assert units == {"(root)", "blocks.0", "blocks.1", "blocks.2"}
-    # What shows the run says unit where it says bucket of another.
-    picture = get(url, "balanced", "/figures/buckets")
-    assert (picture["title"], picture["table"]["columns"][0]) == ("Units", "unit")
-    assert "all-gather in backward of unit blocks.1" in {row[0] for row in picture["table"]["rows"]}
-    events = get(url, "balanced", "/trace")["traceEvents"]
-    assert "reduce-scatter of unit blocks.0" in {event["name"] for event in events}
-    assert {"(root)", "blocks.2"} <= {event.get("args", {}).get("unit") for event in events}
-    assert 'bucket="reduce-scatter of unit blocks.0"' in httpx.get(f"{url}/metrics").text
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])

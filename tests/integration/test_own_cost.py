@@ -17,6 +17,7 @@ from tests.support.server.batches import get
 
 SCRIPT = Path(__file__).with_name("scripts") / "resting.py"
 _CYCLE = 64
+pytestmark = pytest.mark.alone  # A rest beside a step that other work disturbs is left out.
 
 
 @pytest.fixture(params=["costly", pytest.param("plain", marks=pytest.mark.wide)])
@@ -44,7 +45,7 @@ def test_a_rest_is_no_loss_and_its_steps_keep_their_numbers(trained: tuple[str, 
     assert "unrecorded" not in parts
     cost = diagnosis["telemetry"]
     assert cost == account["telemetry"]
-    assert cost["rests"] >= STEPS // _CYCLE * 2 // 3  # A rest beside a disturbed step is left out.
+    assert cost["rests"] >= STEPS // _CYCLE - 2
     assert "telemetry adds" in account["summary"].lower()
     assert "telemetry adds" in logs.lower(), "the box at the end has it"
     metrics = httpx.get(f"{url}/metrics", params={"only": "runs"}).text

@@ -226,17 +226,17 @@ ALWAYS = {
     ("Accelerate", "accelerate launch"),
     ("Lightning", "python"),
     ("Transformers' Trainer", "torchrun"),
+    ("FSDP2", "torchrun"),
     ("FSDP2 by Accelerate", "accelerate launch"),
+    ("FSDP2 by Lightning", "python"),
+    ("FSDP2 by Transformers' Trainer", "torchrun"),
     ("pipelines", "torchrun"),
     ("MPI", "mpiexec"),
     ("a loop without DDP", "torchrun"),
     ("`torch.nn.DataParallel`", "python"),
     ("a script without torch", "torchrun"),
 }
-"""Cells that `make test` runs: each row once, the rows of FSDP2 once together, each way at least once.
-
-`make wide` runs the others.
-"""
+"""Cells that `make test` runs: each row once, each way at least once. `make wide` runs the others."""
 
 
 def table() -> str:
