@@ -38,6 +38,7 @@ class Resting:
         self._now = clock.now
         self._thread, self._place, self._entries, self._waits = thread, place, entries, waits
         self._cost: OwnCost | None = None
+        self._replayed: OwnCost | None = None  # Stays after the end, for entries that still wait.
         self._counters: CounterReader | None = None
         self._awake = Event()
         self._rests = False
@@ -51,7 +52,8 @@ class Resting:
             counters: Begins a new series after a rest.
             awake: Set except during a rest, for which the telemetry threads wait.
         """
-        self._cost, self._counters, self._awake = cost, counters, awake
+        self._cost = self._replayed = cost
+        self._counters, self._awake = counters, awake
         awake.set()
 
     def begin_if_due(self) -> bool:
@@ -107,5 +109,5 @@ class Resting:
         at_ns, rested, forwards, disturbed = facts
         if rested:
             tracker.step_rested()
-        if self._cost is not None:
-            self._cost.backward_began(number, at_ns, rested, forwards, disturbed)
+        if self._replayed is not None:
+            self._replayed.backward_began(number, at_ns, rested, forwards, disturbed)

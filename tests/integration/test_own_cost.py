@@ -17,7 +17,6 @@ from tests.support.server.batches import get
 
 SCRIPT = Path(__file__).with_name("scripts") / "resting.py"
 _CYCLE = 64
-pytestmark = pytest.mark.alone  # A rest beside a step that other work disturbs is left out.
 
 
 @pytest.fixture(params=["costly", pytest.param("plain", marks=pytest.mark.wide)])
