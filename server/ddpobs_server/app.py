@@ -41,8 +41,9 @@ from ddpobs_server.operations.limit_usage import LimitUsage
 from ddpobs_server.operations.reload import Reload
 from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.operations.webhook_job import WebhookJob
+from ddpobs_server.operations.wrong_settings import unknown_settings
 from ddpobs_server.reports.reports import Reports
-from ddpobs_server.settings import Settings, unknown_settings
+from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
 from ddpobs_server.store.database import database_lock
 from ddpobs_server.web import listening, problems, security_headers, serving

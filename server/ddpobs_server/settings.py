@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import re
 from base64 import b64decode
-from collections.abc import Collection, Iterable
-from difflib import get_close_matches
+from collections.abc import Collection
 from functools import lru_cache
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveInt, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import Field, PositiveInt, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, DotEnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
@@ -23,37 +22,21 @@ from ddpobs.wire.text import clean_token
 
 _DAYS = 36_500
 """A century: times are stored as 64-bit nanoseconds."""
-_PREFIX = "DDPOBS_SERVER_"
+PREFIX = "DDPOBS_SERVER_"
+"""Begin of each setting's variable."""
 _PRINTED = (
     *("host", "hostaddr", "port", "user", "dbname", "service", "connect_timeout", "application_name"),
     *("target_session_attrs", "sslmode", "sslrootcert", "sslcert", "sslkey"),
 )
 """Options of libpq that are printed. Any other may be a password, also a misspelled one."""
 _GROUP = re.compile(r"([^=:,]+)=([a-z0-9-]{1,32}):(read|label|admin)")
-RELOADED = frozenset(
-    (
-        *("token", "token_file", "tls_cert", "tls_key", "upload_timeout_s", "min_pace_kb_s", "audit_entries"),
-        *("max_body_mb", "max_batch_mb", "max_records", "max_names", "max_name_length", "max_layouts", "max_buckets"),
-        *("max_ranks", "max_sources", "max_runs", "max_run_series", "max_series"),
-        *("max_import_mb", "import_memory_mb", "import_timeout_s"),
-        *(
-            "workspace_share",
-            "workspace_batches_per_s",
-            "workspace_mb_per_s",
-            "workspace_reads_per_s",
-            "workspace_keep_gb",
-        ),
-        *("keep_spans_days", "keep_runs_days", "keep_gb", "keep_share"),
-    )
-)
-"""Settings that a running collector follows after a reload: whoever uses one reads it at that moment."""
 _DRIVERS = ("sqlite", "postgresql+psycopg")
 
 
 class Settings(BaseSettings):
     """All settings of the collector; `docs/operations/` describes them."""
 
-    model_config = SettingsConfigDict(env_prefix=_PREFIX, frozen=True, allow_inf_nan=False)
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, allow_inf_nan=False)
 
     settings_file: Path | None = Field(
         None, description="File of settings, DDPOBS_SERVER_NAME=value a line; the environment comes before it."
@@ -203,7 +186,7 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Read arguments first, then the environment, then the settings' file that the environment names."""
-        file = os.environ.get(f"{_PREFIX}SETTINGS_FILE")
+        file = os.environ.get(f"{PREFIX}SETTINGS_FILE")
         readable = file if file and os.access(file, os.R_OK) else None  # `_check_settings_file` reports another one.
         return init_settings, env_settings, DotEnvSettingsSource(settings_cls, env_file=readable)
 
@@ -381,14 +364,6 @@ class Settings(BaseSettings):
         return printable_url(self.database_url)
 
 
-def problems_of(error: ValidationError) -> list[str]:
-    """Return a line for each wrong setting, without its value, which may be a secret."""
-    return [
-        f"{'.'.join(map(str, detail['loc'])) or 'settings'}: {detail['msg'].removeprefix('Value error, ')}"
-        for detail in error.errors()
-    ]
-
-
 def webhook_key(secret: str) -> bytes:
     """Key of a webhook's secret in the form of Standard Webhooks; empty if it has another form."""
     try:
@@ -408,21 +383,6 @@ def printable_url(database_url: str) -> str:
     url, file = make_url(database_url), sqlite_file(database_url)
     url = url.difference_update_query([name for name in url.query if name not in _PRINTED])
     return (url if file is None else url.set(database=str(file))).render_as_string()
-
-
-def unknown_settings(environ: Iterable[str]) -> list[str]:
-    """Return a warning for each `DDPOBS_SERVER_` variable that is not a setting: misspelled, or of another version.
-
-    Variables that Kubernetes sets for a service named `ddpobs-server` are ignored.
-    """
-    settings = [name.upper() for name in Settings.model_fields]
-    warnings = []
-    for variable in sorted(environ):
-        name = variable.upper().removeprefix(_PREFIX)
-        if name != variable.upper() and name not in settings and not name.startswith(("SERVICE_", "PORT_")):
-            hint = "".join(f"; did you mean {_PREFIX}{match}?" for match in get_close_matches(name, settings, 1))
-            warnings.append(f"{variable} is not a setting of this version{hint}")
-    return warnings
 
 
 @lru_cache

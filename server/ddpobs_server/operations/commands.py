@@ -20,7 +20,8 @@ from typing_extensions import override
 
 from ddpobs_server.operations import backup, self_check
 from ddpobs_server.operations.command_entry import caller_text, command_entry
-from ddpobs_server.settings import Settings, problems_of, unknown_settings
+from ddpobs_server.operations.wrong_settings import problems_of, unknown_settings
+from ddpobs_server.settings import Settings
 from ddpobs_server.store import DEFAULT_WORKSPACE, Store, Token, UnavailableError, UnusableError
 from ddpobs_server.store.database import database_access
 from ddpobs_server.web.authenticator import SCOPES, new_token

@@ -13,11 +13,29 @@ from fastapi import FastAPI
 from pydantic import ValidationError
 
 from ddpobs_server.operations import self_check
-from ddpobs_server.settings import RELOADED, Settings, problems_of
+from ddpobs_server.operations.wrong_settings import problems_of
+from ddpobs_server.settings import Settings
 from ddpobs_server.store import DEFAULT_WORKSPACE, AuditEntry
 from ddpobs_server.web.services import Services
 
 _log = logging.getLogger(__name__)
+RELOADED = frozenset(
+    (
+        *("token", "token_file", "tls_cert", "tls_key", "upload_timeout_s", "min_pace_kb_s", "audit_entries"),
+        *("max_body_mb", "max_batch_mb", "max_records", "max_names", "max_name_length", "max_layouts", "max_buckets"),
+        *("max_ranks", "max_sources", "max_runs", "max_run_series", "max_series"),
+        *("max_import_mb", "import_memory_mb", "import_timeout_s"),
+        *(
+            "workspace_share",
+            "workspace_batches_per_s",
+            "workspace_mb_per_s",
+            "workspace_reads_per_s",
+            "workspace_keep_gb",
+        ),
+        *("keep_spans_days", "keep_runs_days", "keep_gb", "keep_share"),
+    )
+)
+"""Settings that a running collector follows after a reload: whoever uses one reads it at that moment."""
 _TLS = frozenset(("tls_cert", "tls_key"))
 
 
