@@ -38,7 +38,8 @@ const texts = (items) => items.map((text) => element("li", {}, text));
 function showSlowHosts({ slow_hosts, compared_runs, false_alarms }) {
   const found = slow_hosts.length ? "These are slow in different jobs" : "No host is slow in different jobs";
   const bound = `The probability of any false name is at most ${percent(false_alarms)}.`;
-  byId("slow-note").textContent = `${found}; the hosts of ${compared_runs} runs were compared. ${bound}`;
+  const known = `${found}; the hosts of ${compared_runs} runs were compared. ${bound}`;
+  byId("slow-note").textContent = compared_runs ? known : "Not known: no run has several hosts to compare.";
   byId("slow-hosts").replaceChildren(...texts(slow_hosts.map(({ text }) => text)));
 }
 
@@ -47,7 +48,9 @@ function show(fleet) {
   const spent = `${hours(fleet.rank_hours)} rank-hours, ${hours(fleet.lost_hours)} of them lost${goodput}`;
   byId("summary").textContent = `${fleet.runs} run${fleet.runs === 1 ? "" : "s"} took ${spent}.`;
   showSlowHosts(fleet);
-  byId("no-regression").hidden = fleet.regressions.length > 0;
+  const unknown = fleet.missing.some((text) => text.startsWith("regressions: "));
+  byId("no-regression").hidden = unknown || fleet.regressions.length > 0;
+  byId("unknown-regression").hidden = !unknown;
   byId("regressions").replaceChildren(...texts(fleet.regressions.map(({ text }) => text)));
   const causes = fleet.causes.map(({ title, hours: lost, share }) =>
     element("tr", {}, element("td", {}, title), number(hours(lost)), number(percent(share, 1))),

@@ -101,6 +101,7 @@ async function answer(chosen = query()) {
   const rows = response.now ? [["now", response.now]] : [];
   if (found?.prediction && chosen.size > 0) rows.push(["after", found.prediction]);
   byId("whatif-picture").replaceChildren(...picture(rows));
+  byId("whatif-legend").hidden = rows.length === 0;
 }
 
 function sentence({ now, missing }, found, isChange) {
