@@ -246,6 +246,9 @@ def test_the_fleet_page_sums_up_the_runs(browser: Any, tmp_path: Path) -> None:
         visit.page.locator("#by_host td").get_by_text(EVIL).wait_for()
         assert visit.page.locator("#summary").inner_text().startswith("1 run took ")
         assert visit.page.locator("#slow-hosts li").count() == 0
+        assert visit.page.locator("#slow-note").inner_text() == "Not known: no run has several hosts to compare."
+        assert visit.page.locator("#unknown-regression").is_visible()
+        assert not visit.page.locator("#no-regression").is_visible()
         assert visit.errors == []
         printed = CliRunner().invoke(main, ["fleet", "--collector", running.url])
         assert printed.exit_code == 0, printed.output
