@@ -77,9 +77,8 @@ def _rows(settings: dict[str, Any], worlds: Sequence[int], set_: str, pairs: tup
         title = MODELS[model].title + (f", {ranks} ranks" if ranks != worlds[0] else "")
         turns = [turn for launch in setting["launches"] for turn in launch["seconds"]["torch"]]
         cells = [change(compare(setting, one, other)) for one, other, _ in pairs]
-        launches = str(len(setting["launches"]))
-        rows.append([title, f"{1e3 * sum(turns) / len(turns):.1f}", *cells, launches])
-    return rows_of(["model", "torch, ms a step", *(title for _, _, title in pairs), "launches"], rows)
+        rows.append([title, f"{1e3 * sum(turns) / len(turns):.1f}", *cells])
+    return rows_of(["model", "torch, ms a step", *(title for _, _, title in pairs)], rows)
 
 
 _CLAIMS = (
@@ -112,15 +111,8 @@ def _telemetry() -> str:
             change(switched.compare(launches, "on")),
             change(switched.compare(launches, "on", "processor_s")),
         ]
-        rows.append([title, f"{1e3 * sum(off) / len(off):.1f}", *cells, str(len(launches))])
-    head = [
-        "",
-        "off, ms a step",
-        "off once more (the noise), %",
-        "telemetry on: step, %",
-        "processor time, %",
-        "launches",
-    ]
+        rows.append([title, f"{1e3 * sum(off) / len(off):.1f}", *cells])
+    head = ["", "off, ms a step", "off once more (the noise), %", "telemetry on: step, %", "processor time, %"]
     return rows_of(head, rows)
 
 
@@ -128,10 +120,10 @@ def _broken() -> str:
     (launches,) = newest("harm")["models"].values()
     broken = [launch for name, group in launches.items() if name in FAULTS for launch in group]
     rows = [
-        [title, change(switched.compare(group, "on")), change(switched.compare(group, "again")), str(len(group))]
+        [title, change(switched.compare(group, "on")), change(switched.compare(group, "again"))]
         for title, group in (("thirteen broken collectors", broken), ("a healthy collector", launches["collector"]))
     ]
-    return rows_of(["", "step with telemetry, % than without", "without, once more (the noise), %", "launches"], rows)
+    return rows_of(["", "step with telemetry, % than without", "without, once more (the noise), %"], rows)
 
 
 def _endurance() -> str:
@@ -183,35 +175,22 @@ def _reads() -> str:
 
 
 _PEAKS = {
-    "/diagnostics": "diagnosis",
-    "/compare": "comparison with another run",
-    "/stragglers": "stragglers",
-    "/report.html": "report",
-    "/figures/overview": "figure `overview`",
-    "/figures/buckets": "figure `buckets`",
-    "/figures/step": "figure `step`",
-    "/steps": "a page of steps",
-    "/steps?mean=true": "all steps, the mean over ranks",
-    "/spans": "a page of spans",
-    "/trace": "trace",
-    "/ranks": "ranks",
+    "wide": "1,024 ranks, 2,000 steps",
+    "buckets": "1,024 ranks with 1,000 buckets",
+    "many": "16,384 ranks",
+    "long": "16 ranks, 50,000 steps",
 }
-"""The reads in the table of peaks, by the beginning of their path after the run."""
+"""The runs in the table of peaks, with their titles."""
 
 
 def _peaks() -> str:
     found = newest("read-peaks")
     rows = []
-    for path, title in _PEAKS.items():
-        peaks = [_growth(found[run], path) for run in found]
-        rows.append([title, *(f"{peak:,.0f}" if peak is not None else "" for peak in peaks)])
-    return rows_of(["MB", *(f"*{run}*" for run in found)], rows)
-
-
-def _growth(reads: dict[str, Any], path: str) -> float | None:
-    """Growth of memory by a read in MB; None if it was refused."""
-    row = next(row for name, row in reads.items() if name == path or name.startswith(f"{path}?with="))
-    return row["growth_mb"] if row["status"] == 200 else None
+    for run, title in _PEAKS.items():
+        growth_mb = {path: row["growth_mb"] for path, row in found[run].items() if row["status"] == 200}
+        path = max(growth_mb, key=growth_mb.__getitem__)
+        rows.append([title, f"`{path.partition('?with=')[0]}`", f"{growth_mb[path]:,.0f}"])
+    return rows_of(["run", "the read that takes most", "MB"], rows)
 
 
 _INGEST = {"spans_per_s": "bucket spans a second", "ack_p99_ms": "99 % acknowledged within, ms"}
