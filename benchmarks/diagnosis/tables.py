@@ -97,10 +97,8 @@ def _alarms(results: list[Result]) -> str:
 
 
 def _parts(results: list[Result], run: str) -> Iterator[tuple[str, list[Result]]]:
-    """Yield all results, then those of each background and of each range of disturbance that have any."""
+    """Yield all results, then those of each range of disturbance that have any."""
     yield "all", results
-    for mode in dict.fromkeys(result["background"] for result in results):
-        yield f"background: {mode}", [result for result in results if result["background"] == mode]
     for low, high in pairwise(_DISTURBANCES):
         part = [result for result in results if low <= result["disturbance"][run] < high]
         if part:
