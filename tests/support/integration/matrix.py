@@ -240,10 +240,12 @@ ALWAYS = {
 
 
 def table() -> str:
-    """Return the table in Markdown."""
+    """Return the table in Markdown; frameworks with the same cells share a row."""
     head = ["", *(f"`{way}`" for way in UNDER_RUN), IN_CODE, f"`{VARIABLE}`"]
-    rows = [head, ["---"] * len(head)]
-    rows += [[row, *("✓" if isinstance(cell, Cell) else cell for cell in cells)] for row, cells in TABLE.items()]
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, cells in TABLE.items():
+        names.setdefault(tuple("✓" if isinstance(cell, Cell) else cell for cell in cells), []).append(name)
+    rows = [head, ["---"] * len(head), *([", ".join(same), *cells] for cells, same in names.items())]
     return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
 
 
