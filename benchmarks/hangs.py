@@ -76,13 +76,13 @@ def _verdicts(running: Ranks) -> list[str]:
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
     """Return a Markdown table."""
     lines = [
-        "| case | collector: named right | seconds, median | most | log: named right | seconds, median | most |",
-        "|---|---|---|---|---|---|---|",
+        "| case | collector: right | seconds: median, most | log: right | seconds: median, most |",
+        "|---|---|---|---|---|",
     ]
     for name, runs in results.items():
         if name in HEALTHY:
             alarms = sum(run["alarm"] for run in runs)
-            lines.append(f"| {name} (healthy) | {alarms} false alarms in {len(runs)} | | | | | |")
+            lines.append(f"| {name} (healthy) | {alarms} false alarms in {len(runs)} | | | |")
             continue
         cells = [cell for source in ("collector", "log") for cell in _cells(source, runs)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -91,10 +91,10 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 def _cells(source: str, runs: list[dict[str, Any]]) -> list[str]:
     if f"{source}_right" not in runs[0]:
-        return ["not reached", "", ""]
+        return ["not reached", ""]
     seconds = [run[f"{source}_s"] for run in runs if run[f"{source}_s"] is not None]
     right = f"{sum(run[f'{source}_right'] for run in runs)} of {len(runs)}"
-    return [right, f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}"] if seconds else [right, "", ""]
+    return [right, f"{statistics.median(seconds):.1f}, {max(seconds):.1f}" if seconds else ""]
 
 
 def measure(names: list[str], times: int, ranks: int) -> dict[str, list[dict[str, Any]]]:
