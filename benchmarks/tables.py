@@ -124,5 +124,5 @@ def _format(value: Ratio | None) -> str:
 
 def rows_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table of these rows."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    title, *lines = ["| " + " | ".join(line) + " |" for line in (head, *rows)]
+    return "\n".join([title, "|" + "---|" * len(head), *lines]) + "\n"

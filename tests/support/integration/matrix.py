@@ -245,8 +245,9 @@ def table() -> str:
     names: dict[tuple[str, ...], list[str]] = {}
     for name, cells in TABLE.items():
         names.setdefault(tuple("✓" if isinstance(cell, Cell) else cell for cell in cells), []).append(name)
-    rows = [head, ["---"] * len(head), *([", ".join(same), *cells] for cells, same in names.items())]
-    return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
+    rows = [head, *([", ".join(same), *cells] for cells, same in names.items())]
+    title, *lines = [f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows]
+    return "\n".join([title, "|" + "---|" * len(head), *lines])
 
 
 if __name__ == "__main__":
