@@ -30,24 +30,25 @@ def table(results: list[Result]) -> str:
 
 def _cases(results: list[Result]) -> str:
     lines = [
-        "| fault | runs | right | wrong | other alarms | steps until named | stated / injected delay |",
-        "|---|---|---|---|---|---|---|",
+        "| fault | runs | right | wrong, or beside it | steps until named | stated / injected delay |",
+        "|---|---|---|---|---|---|",
     ]
     plain: dict[str, int] = {}
     for case in sorted({result["case"] for result in results}):
         runs = [result["fault"] for result in results if result["case"] == case]
         wrong = Counter(first for run in runs if (first := _first_wrong(run)))
-        text = ", ".join(f"{_WRONG[question]} {count}" for question, count in wrong.items())
-        other = sum(bool(run["other_alarms"]) for run in runs) or ""
+        other = sum(bool(run["other_alarms"]) for run in runs)
+        counts = {_WRONG[question]: count for question, count in wrong.items()} | ({"other alarm": other} if other else {})
+        text = ", ".join(f"{name} {count}" for name, count in counts.items())
         steps = [run["steps_until_named"] for run in runs if run.get("steps_until_named")]
         named_after = f"{statistics.median(steps):.0f}" if steps else ""
         right = len(runs) - wrong.total()
-        if not (text or other or named_after or _ratios(runs)):
+        if not (text or named_after or _ratios(runs)):
             plain[case] = right
             continue
-        lines.append(f"| {case} | {len(runs)} | {right} | {text} | {other} | {named_after} | {_ratios(runs)} |")
+        lines.append(f"| {case} | {len(runs)} | {right} | {text} | {named_after} | {_ratios(runs)} |")
     if plain:
-        lines.append(f"| {', '.join(plain)} | {sum(plain.values())} | {sum(plain.values())} | | | | |")
+        lines.append(f"| {', '.join(plain)} | {sum(plain.values())} | {sum(plain.values())} | | | |")
     return "\n".join(lines)
 
 
