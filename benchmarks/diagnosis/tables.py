@@ -38,7 +38,8 @@ def _cases(results: list[Result]) -> str:
         runs = [result["fault"] for result in results if result["case"] == case]
         wrong = Counter(first for run in runs if (first := _first_wrong(run)))
         other = sum(bool(run["other_alarms"]) for run in runs)
-        counts = {_WRONG[question]: count for question, count in wrong.items()} | ({"other alarm": other} if other else {})
+        counts = {_WRONG[question]: count for question, count in wrong.items()}
+        counts |= {"other alarm": other} if other else {}
         text = ", ".join(f"{name} {count}" for name, count in counts.items())
         steps = [run["steps_until_named"] for run in runs if run.get("steps_until_named")]
         named_after = f"{statistics.median(steps):.0f}" if steps else ""
