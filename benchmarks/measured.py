@@ -180,12 +180,11 @@ _PEAKS = {
 
 
 def _peaks() -> str:
-    found = newest("read-peaks")
     rows = []
-    for run, title in _PEAKS.items():
-        growth_mb = {path: row["growth_mb"] for path, row in found[run].items() if row["status"] == 200}
+    for run, reads in newest("read-peaks").items():
+        growth_mb = {path: row["growth_mb"] for path, row in reads.items() if row["status"] == 200}
         path = max(growth_mb, key=growth_mb.__getitem__)
-        rows.append([title, f"`{path.partition('?with=')[0]}`", f"{growth_mb[path]:,.0f}"])
+        rows.append([_PEAKS[run], f"`{path.partition('?with=')[0]}`", f"{growth_mb[path]:,.0f}"])
     return rows_of(["run", "the read that takes most", "MB"], rows)
 
 
