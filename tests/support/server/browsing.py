@@ -142,8 +142,8 @@ def drawn(browser: Any, address: str) -> Visit:
 
 
 def settle(visit: Visit) -> None:
-    """Wait until all figures follow the selection."""
-    visit.page.locator("#view[aria-busy=false]").wait_for(timeout=120_000)
+    """Wait until all figures follow the selection, and the answer to what would help is there."""
+    visit.page.locator("#view[aria-busy=false]:not(:has([aria-busy=true]))").wait_for(timeout=120_000)
 
 
 def column(visit: Visit, figure: str, source: str, name: str) -> list[Any]:

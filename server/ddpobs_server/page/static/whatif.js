@@ -92,14 +92,23 @@ async function answer(chosen = query()) {
   const own = ++asked.number;
   state.selection = changed(state.selection, { whatif: chosen.toString() });
   write(state.selection, true);
-  const response = await get(address("whatif", chosen));
-  if (own !== asked.number) return; // The sliders have moved on.
+  const part = byId("whatif");
+  part.ariaBusy = "true";
+  try {
+    const response = await get(address("whatif", chosen));
+    if (own === asked.number) showAnswer(response, chosen.size > 0); // Otherwise the sliders have moved on.
+  } finally {
+    if (own === asked.number) part.ariaBusy = "false";
+  }
+}
+
+function showAnswer(response, isChange) {
   const [found] = response.answers;
   byId("whatif").hidden = false;
   byId("whatif-form").hidden = response.now === null;
-  byId("whatif-answer").textContent = sentence(response, found, chosen.size > 0);
+  byId("whatif-answer").textContent = sentence(response, found, isChange);
   const rows = response.now ? [["now", response.now]] : [];
-  if (found?.prediction && chosen.size > 0) rows.push(["after", found.prediction]);
+  if (found?.prediction && isChange) rows.push(["after", found.prediction]);
   byId("whatif-picture").replaceChildren(...picture(rows));
   byId("whatif-legend").hidden = rows.length === 0;
 }
