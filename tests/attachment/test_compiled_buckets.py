@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torch._dynamo import config
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import ddpobs
@@ -12,6 +11,8 @@ from tests.support.distributed.sent import sending
 
 
 def _settings(_rank: int, _ranks: int, mode: bool | str) -> list[bool]:
+    from torch._dynamo import config  # Here, because it takes seconds.
+
     with config.patch(optimize_ddp=mode), sending() as records:
         ddpobs.attach(TorchDDP(net(), bucket_cap_mb=1), records.config)
     return [bool(sent.hello.settings["compiled_buckets"]) for sent in records.batches if sent.hello]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,27 +66,27 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Any:
         yield running
 
 
-NESTED = b'{"traceEvents": [' + b"[" * 2**22
 ABSURD = [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": -(10.0**30), "dur": -1}]
-HOSTILE = {
-    "not JSON": (b"no trace", "a list of events"),
-    "empty": (b"", "an empty file"),
-    "cut off": (b'{"traceEvents": [{"name": "a"}, {"na', "a whole list of events"),
-    "broken gzip": (gzip.compress(b'{"traceEvents": []}')[:-9], "a whole gzip file"),
-    "brackets": (NESTED, "a whole list of events"),
-    "bomb": (gzip.compress(b'{"traceEvents": [' + b"[" * 2**30, 1), "at most 16 MiB"),
-    "one string": (gzip.compress(b'{"traceEvents": [{"name": "' + b"a" * 2**28, 1), "at most 16 MiB"),
-    "header": (gzip.compress(b'{"x": "' + b"a" * 2**28, 1), "a list of events"),
-    "absurd times": (json.dumps({"traceEvents": ABSURD}).encode(), "after 0 events: Expected `float` >= "),
-    "code": (b"\x80\x04cposix\nsystem\n.", "it holds posix.system"),
+# Made when they are needed: some are large.
+HOSTILE: dict[str, tuple[Callable[[], bytes], str]] = {
+    "not JSON": (lambda: b"no trace", "a list of events"),
+    "empty": (lambda: b"", "an empty file"),
+    "cut off": (lambda: b'{"traceEvents": [{"name": "a"}, {"na', "a whole list of events"),
+    "broken gzip": (lambda: gzip.compress(b'{"traceEvents": []}')[:-9], "a whole gzip file"),
+    "brackets": (lambda: b'{"traceEvents": [' + b"[" * 2**22, "a whole list of events"),
+    "bomb": (lambda: gzip.compress(b'{"traceEvents": [' + b"[" * 2**30, 1), "at most 16 MiB"),
+    "one string": (lambda: gzip.compress(b'{"traceEvents": [{"name": "' + b"a" * 2**28, 1), "at most 16 MiB"),
+    "header": (lambda: gzip.compress(b'{"x": "' + b"a" * 2**28, 1), "a list of events"),
+    "absurd times": (lambda: json.dumps({"traceEvents": ABSURD}).encode(), "after 0 events: Expected `float` >= "),
+    "code": (lambda: b"\x80\x04cposix\nsystem\n.", "it holds posix.system"),
 }
 
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_file_is_refused_and_nothing_is_stored(small: Collector, tmp_path: Path, case: str) -> None:
-    content, expected = HOSTILE[case]
+    make, expected = HOSTILE[case]
     good = {} if case == "code" else {"rank0.json": trace(tmp_path).read_bytes()}
-    problem = assert_problem(upload(small.url, "hostile", {**good, "rank_1.json": content}), 422)
+    problem = assert_problem(upload(small.url, "hostile", {**good, "rank_1.json": make()}), 422)
     assert problem["title"] == "Not imported"
     assert expected in problem["detail"]
     assert problem["detail"].startswith("rank_1.json: expected")
