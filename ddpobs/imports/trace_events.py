@@ -19,7 +19,18 @@ import msgspec
 
 from ddpobs.errors import TraceFileError
 
-_PIECE_BYTES = 4 * 2**20
+_GzipFile: Any
+_DeflateError: Any
+try:
+    from isal import igzip, isal_zlib
+
+    _GzipFile, _DeflateError = igzip.IGzipFile, isal_zlib.error
+except ImportError:  # It has no wheel for this processor.
+    _GzipFile, _DeflateError = gzip.GzipFile, zlib.error
+
+_PIECE_BYTES = 128 * 2**10
+"""Much larger pieces are read more slowly: their events do not fit into a processor's cache."""
+_MAX_READ_BYTES = 4 * 2**20
 _MAX_HEADER_BYTES = 16 * 2**20
 _MAX_EVENT_BYTES = 16 * 2**20
 _MAX_CUTS = 4
@@ -60,16 +71,16 @@ class TraceEvents(Generic[Event]):
             with self._path.open("rb") as file:
                 is_packed = file.read(2) == _GZIP
                 file.seek(0)
-                stream: Any = gzip.GzipFile(fileobj=file) if is_packed else file
+                stream: Any = _GzipFile(fileobj=file) if is_packed else file
                 yield from self._split(stream, file)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        except (EOFError, _DeflateError, gzip.BadGzipFile) as error:
             raise TraceFileError(self._path, "a whole gzip file", f"one that ends or breaks inside: {error}") from None
         except OSError as error:
             raise TraceFileError(self._path, "a file", error.strerror or str(error)) from None
 
     def _split(self, stream: BinaryIO, file: BinaryIO) -> Iterator[list[Event]]:
         rest, at = self._begin(stream), 0
-        while more := stream.read(_PIECE_BYTES):
+        while more := _more(stream, rest):
             self._read(file.tell() - at)
             at = file.tell()
             rest += more
@@ -81,7 +92,7 @@ class TraceEvents(Generic[Event]):
     def _begin(self, stream: BinaryIO) -> bytes:
         """Read up to the first event, and return what was read from there on."""
         text = b""
-        while more := stream.read(_PIECE_BYTES):
+        while more := _more(stream, text):
             text += more
             if text.lstrip()[:1] == b"[":
                 return text.lstrip()[1:]
@@ -146,6 +157,11 @@ class TraceEvents(Generic[Event]):
     @property
     def _where(self) -> str:
         return f"after {self._count:,} events"
+
+
+def _more(stream: BinaryIO, text: bytes) -> bytes:
+    """Read on, as much again while the text has no place to cut: it is searched anew each time."""
+    return stream.read(min(max(_PIECE_BYTES, len(text)), _MAX_READ_BYTES))
 
 
 def _shown(text: bytes) -> str:

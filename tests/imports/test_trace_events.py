@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import tracemalloc
+import zlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import msgspec
 import pytest
 
 from ddpobs.errors import TraceFileError
+from ddpobs.imports import trace_events
 from ddpobs.imports.trace_events import TraceEvents
 
 MIB = 2**20
@@ -48,6 +51,16 @@ def test_a_list_alone_and_a_packed_file_are_traces_too(tmp_path: Path) -> None:
     write(tmp_path / "list.json", [event(0), event(1)])
     (tmp_path / "packed.json.gz").write_bytes(gzip.compress(json.dumps({"traceEvents": [event(0), event(1)]}).encode()))
     assert names(tmp_path / "list.json") == names(tmp_path / "packed.json.gz") == ["op 0", "op 1"]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_packed_file_is_read_without_isal_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+    monkeypatch.setattr(trace_events, "_GzipFile", gzip.GzipFile)
+    monkeypatch.setattr(trace_events, "_DeflateError", zlib.error)
+    content = gzip.compress(json.dumps([event(0), event(1)]).encode())
+    (tmp_path / "packed").write_bytes(content if whole else content[:40] + b"\xff" * 20)
+    with nullcontext() if whole else pytest.raises(TraceFileError, match="a whole gzip file"):
+        assert names(tmp_path / "packed") == ["op 0", "op 1"]
 
 
 @pytest.mark.parametrize(
