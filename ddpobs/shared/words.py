@@ -75,7 +75,12 @@ def bucket_title(module: int, index: int, bucket: Bucket | None = None) -> str:
 
 def unit_title(kind: str, unit: str) -> str:
     """A collective of a fully sharded unit, `reduce-scatter of unit blocks.3`; `kind` is one of `wire.UNIT_KINDS`."""
-    return f"{_UNIT_COLLECTIVES.get(kind, kind)} of unit {unit}"
+    return f"{collective_title(kind)} of unit {unit}"
+
+
+def collective_title(kind: str) -> str:
+    """A collective of units, `all-gather in backward`; `kind` is one of `wire.UNIT_KINDS`."""
+    return _UNIT_COLLECTIVES.get(kind, kind)
 
 
 def bucket_phrase(module: int, index: int, bucket: Bucket | None = None) -> str:

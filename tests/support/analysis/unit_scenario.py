@@ -47,7 +47,9 @@ class Sharded:
         forward_prefetch: Each all-gather in forward begins when the unit before is used; else after its computation.
         backward_prefetch: The same in backward, as torch does it.
         blocks: Each collective blocks the computation, as on a CPU.
+        reshard: Blocks are gathered again in backward.
         late_ms: Further computation of rank 1 in the forward of the second unit.
+        in_turn: Rank 0 computes as much longer in the forward of the third unit.
         jitter: Factor on each step's transfers, shape [steps].
     """
 
@@ -56,7 +58,10 @@ class Sharded:
     forward_prefetch: bool = True
     backward_prefetch: bool = True
     blocks: bool = False
+    reshard: bool = True
     late_ms: float = 0.0
+    in_turn: bool = False
+    dtype: str = "float32"
     alpha_ms: float = 0.1
     steps: int = 40
     ranks: int = 2
@@ -81,7 +86,8 @@ class Sharded:
     def rows(self) -> list[tuple[int, str]]:
         """Unit and kind of each row of the layout."""
         blocks = range(len(self.sizes) - 1, 0, -1)
-        again = [row for unit in blocks for row in ((unit, GATHER_AGAIN), (unit, SCATTER))]
+        kinds = (GATHER_AGAIN, SCATTER) if self.reshard else (SCATTER,)
+        again = [(unit, kind) for unit in blocks for kind in kinds]
         return [*((unit, GATHER) for unit in range(len(self.sizes))), *again, (0, SCATTER)]
 
     def layout(self) -> wire.Layout:
@@ -90,7 +96,7 @@ class Sharded:
         buckets = [
             wire.Bucket(
                 size_bytes=self.sizes[unit],
-                dtype="float32",
+                dtype=self.dtype,
                 parameters=[wire.Parameter(name=f"{names[unit]}.w", size=self.sizes[unit] // 4)],
                 kind=kind,
                 unit=names[unit],
@@ -117,23 +123,29 @@ class Sharded:
             use(unit, GATHER)
             if self.forward_prefetch and unit + 1 < len(self.sizes):
                 launch(unit + 1, GATHER)
-            step.now = step.now + compute + self.late_ms * (unit == 1) * (np.arange(self.ranks) == 1)
+            step.now = step.now + compute + self._late_ms(unit)
         for unit in range(len(self.sizes) - 1, -1, -1):
-            if unit:
+            if unit and self.reshard:
                 use(unit, GATHER_AGAIN)
-            if self.backward_prefetch and unit > 1:
+            if self.reshard and self.backward_prefetch and unit > 1:
                 launch(unit - 1, GATHER_AGAIN)
             step.now = step.now + 2 * self.compute_ms[unit]
             launch(unit, SCATTER)
         if not self.blocks:
             step.wait(0, SCATTER)
 
+    def _late_ms(self, unit: int) -> Floats:
+        """Further computation of each rank in the forward of a unit."""
+        ranks = np.arange(self.ranks)
+        first, second = (unit == 1) & (ranks == 1), self.in_turn & (unit == 2) & (ranks == 0)
+        return self.late_ms * (first | second).astype(np.float64)
+
     def _evidence(
         self, steps: list[_Step], begins: Floats, ends: Floats, clock: Floats, facts: dict[str, Any]
     ) -> Evidence:
         number = np.repeat(np.arange(self.steps), self.ranks)
         rank = np.tile(np.arange(self.ranks), self.steps)
-        late = self.late_ms * (rank == 1)
+        late = sum(self._late_ms(unit) for unit in range(len(self.sizes)))[rank]
         forward, backward = sum(self.compute_ms) + late, np.full(len(rank), 2 * sum(self.compute_ms))
         exposed = _flat(ends - begins) - _ns(forward + backward)
         times = {"forward": _ns(forward), "backward": _ns(backward)}

@@ -35,6 +35,7 @@ class UnitSteps:
         rows: The same as the layout has it.
         launched_ns: Shape [steps, collectives, ranks].
         done_ns: Same shape.
+        waited_ns: Time that training waits for it, same shape.
         moving_ns: Time without waiting for the last rank, shape [steps, collectives].
         exposed_ns: Shortest wait of training over the ranks, with the queue for the link: the last rank to arrive waits
             for no other. Same shape.
@@ -47,6 +48,7 @@ class UnitSteps:
     rows: list[wire.Bucket]
     launched_ns: wire.Ints
     done_ns: wire.Ints
+    waited_ns: wire.Ints
     moving_ns: Floats
     exposed_ns: Floats
     blocks: bool
@@ -127,6 +129,7 @@ def _in_order(evidence: Evidence, columns: ColumnReader, spans: wire.Spans, join
         rows=[layout.buckets[index] for index in joined.bucket[cells[0]].tolist()],
         launched_ns=spans.launched_ns[table],
         done_ns=spans.done_ns[table],
+        waited_ns=waited_ns,
         moving_ns=moving_ns,
         exposed_ns=waited_ns.min(axis=2).astype(np.float64),
         blocks=bool((waited_ns == took_ns).all()),

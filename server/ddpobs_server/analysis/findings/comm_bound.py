@@ -1,7 +1,8 @@
 """Finding `comm-bound`: communication that no computation hides takes a large share of the steps' time.
 
-Waiting for a late rank is not part of it: that is the straggler's. The finding has one of three kinds: bandwidth,
-latency, or processor. Without the evidence for a kind it gives the reason.
+Waiting for a late rank is not part of it: that is the straggler's. The finding has a kind: bandwidth,
+latency, or processor; with a fully sharded model also late launches. Without the evidence for a kind it gives the
+reason.
 """
 
 from __future__ import annotations
@@ -13,18 +14,15 @@ import numpy as np
 
 from ddpobs.shared.delay import moving
 from ddpobs.shared.quantities import duration
-from ddpobs.shared.words import format_ranks, percent
+from ddpobs.shared.words import collective_title, format_ranks, percent
 from ddpobs.whatif.model import Change
+from ddpobs_server.analysis.communication.comm_kind import CommKind, disturbed_kind, unknown_kind
 from ddpobs_server.analysis.communication.fitted_steps import fitted_steps
 from ddpobs_server.analysis.communication.predicted_gain import gain_of
 from ddpobs_server.analysis.communication.processors import Shortage, shortage
-from ddpobs_server.analysis.communication.step_replay import (
-    DISTURBED_SHARE,
-    Replay,
-    disturbed_share,
-    replay_of,
-)
+from ddpobs_server.analysis.communication.step_replay import Replay, disturbed_share, replay_of
 from ddpobs_server.analysis.communication.transfers import Transfers
+from ddpobs_server.analysis.communication.unit_kind import unit_facts, unit_kind, waiting_within_ns
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, severity_of
 from ddpobs_server.analysis.slow_ranks.lateness import step_weights
@@ -34,16 +32,14 @@ CODES = ("comm-bound",)
 COMM_SHARE = 0.3
 """Maximum share of exposed communication in the steps' time that is no finding."""
 _DEFAULT_CAP_MB = 25.0
-_REMEDIES = {
-    "bandwidth": "Compress gradients (comm='bf16'), accumulate over several micro-batches with no_sync, or use a "
-    "faster link.",
-    "latency": "Reduce fewer and larger buckets: raise bucket_cap_mb. With one bucket, accumulate over several "
-    "micro-batches with no_sync.",
-    "processor": "Give the ranks more processors: fewer ranks or threads per host, no other programs beside them. "
-    "A faster link or fewer bytes would not help.",
-    "outside": "Look at the collectives of your own code and at the broadcast of buffers: /trace shows them.",
-    "unknown": "Look at the transfers in /spans.",
-}
+_COMPRESS = (
+    "Compress gradients (comm='bf16'), accumulate over several micro-batches with no_sync, or use a faster link."
+)
+_MERGE = (
+    "Reduce fewer and larger buckets: raise bucket_cap_mb. With one bucket, accumulate over several micro-batches with "
+    "no_sync."
+)
+_OUTSIDE = "Look at the collectives of your own code and at the broadcast of buffers: /trace shows them."
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class CommBoundFacts(Facts):
     """Means a step, and the link's figures; None where waiting or the transfers are not known.
 
     Attributes:
-        kind: `bandwidth`, `latency`, `processor` or `outside`; None if it is not known.
+        kind: `bandwidth`, `latency`, `processor`, `launch` or `outside`; None if it is not known.
         not_known_because: Why the kind is not known; None if it is.
         exposed_share: Share of exposed communication in the steps' time, with waiting.
         exposed_ns: The same as time.
@@ -59,8 +55,8 @@ class CommBoundFacts(Facts):
         waiting_ns: Its part that is waiting for late ranks; None if waiting is not known.
         moving_ns: The rest; None if waiting is not known.
         steps_share_of_time: Share of the examined time that is in steps; None if waiting is not known.
-        bytes_a_step: Sum of the gradients' sizes; None if the transfers are not known.
-        messages_a_step: Number of all-reduces; None if the transfers are not known.
+        bytes_a_step: Sum of the collectives' sizes; None if the transfers are not known.
+        messages_a_step: Number of collectives; None if the transfers are not known.
         message_bytes: Smallest, median and largest of them; None if the transfers are not known.
         bytes_per_s: Bytes a second while they moved; None if the transfers are not known.
         bus_bytes_per_s: Bytes a second that each rank sends in a ring; None if the transfers are not known.
@@ -69,6 +65,7 @@ class CommBoundFacts(Facts):
         replay_error_ratio: Relative error of the replayed exposed time; None if the transfers are not known.
         disturbed_share: Share of the transfers' time beyond their fastest tenth; None if the transfers are not known.
         processors: What the ranks lack, or why nothing is known to lack; None if the transfers are not known.
+        exposed_by_collective_ns: Wait of training for the units' collectives, by kind; None without units.
     """
 
     kind: str | None
@@ -89,6 +86,7 @@ class CommBoundFacts(Facts):
     replay_error_ratio: float | None = None
     disturbed_share: float | None = None
     processors: dict[str, Any] | str | None = None
+    exposed_by_collective_ns: dict[str, int] | None = None
 
 
 FACTS = (CommBoundFacts,)
@@ -107,16 +105,6 @@ class _Times:
         return self.moving_ns / self.wall_ns
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """Cause of the exposed communication; `reason` is set if it is not known."""
-
-    name: str
-    words: str
-    gain: Gain | None = None
-    reason: str = ""
-
-
 def comm_bound(evidence: Evidence) -> Judgement:
     """Judge exposed communication without waiting above 30 % of the steps' time."""
     joined = evidence.joined
@@ -132,7 +120,7 @@ def comm_bound(evidence: Evidence) -> Judgement:
     times = mean_times(evidence)
     if missing and times.exposed_ns / times.wall_ns > COMM_SHARE:
         return [_unsplit(evidence, times), *missing]
-    return missing if missing or times.share <= COMM_SHARE else [_finding(evidence, times, replay_of(evidence))]
+    return missing if missing or times.share <= COMM_SHARE else [_finding(evidence, times)]
 
 
 def _unsplit_reasons(evidence: Evidence) -> list[str]:
@@ -147,7 +135,8 @@ def _unsplit_reasons(evidence: Evidence) -> list[str]:
 def mean_times(evidence: Evidence) -> _Times:
     """Return the steps' mean times.
 
-    No step counts for more than a few median steps.
+    No step counts for more than a few median steps. With a fully sharded model, waiting is left out collective by
+    collective.
     """
     joined = evidence.joined
     weights = step_weights(joined.window_ns)
@@ -155,30 +144,27 @@ def mean_times(evidence: Evidence) -> _Times:
     def mean(times_ns: Floats) -> float:
         return float(np.average(times_ns, weights=weights))
 
-    return _Times(mean(joined.exposed_ns.mean(axis=1)), mean(moving(joined.exposed_ns)), mean(joined.step_ns))
+    within_ns = waiting_within_ns(evidence) if evidence.is_sharded else 0.0
+    moving_ns = max(0.0, mean(moving(joined.exposed_ns)) - within_ns)
+    return _Times(mean(joined.exposed_ns.mean(axis=1)), moving_ns, mean(joined.step_ns))
 
 
-def _kind(evidence: Evidence, replay: Replay | str) -> _Kind:
+def _kind(evidence: Evidence, replay: Replay | str) -> CommKind:
     """Return the cause: the disturbance of the transfers, their bytes, or their number."""
     if isinstance(replay, str):
-        return _Kind("unknown", f"not known: {replay}", reason=replay)
+        return unknown_kind(replay)
     transfers, model = replay.transfers, replay.model
     exposed_ns = transfers.exposed_by_step_ns
     if float(np.median(exposed_ns)) < 0.5 * float(np.median(evidence.joined.exposed_ns.min(axis=1))):
-        return _Kind("outside", "most of it is in other collectives than the gradients' all-reduces")
-    disturbed = disturbed_share(exposed_ns)
-    if disturbed > DISTURBED_SHARE:
-        lack = shortage(evidence)
-        if isinstance(lack, Shortage):
-            return _Kind("processor", lack.sentence)
-        reason = f"transfers take {1 / (1 - disturbed):.0f} times as long as their fastest tenth, and {lack}"
-        return _Kind("unknown", f"not known: {reason}", reason=reason)
+        return CommKind("outside", "most of it is in other collectives than the gradients' all-reduces", _OUTSIDE)
+    if (disturbed := disturbed_kind(evidence, exposed_ns)) is not None:
+        return disturbed
     count = len(transfers) / transfers.steps
     if model.beta_ns * transfers.bytes_a_step >= model.alpha_ns * count:
         words = f"the bytes of {_bytes(transfers.bytes_a_step)} a step at {transfers.bytes_per_ns:.2g} GB/s"
-        return _Kind("bandwidth", words, _predicted(evidence, Change(strategy="fp16")))
+        return CommKind("bandwidth", words, _COMPRESS, _predicted(evidence, Change(strategy="fp16")))
     words = f"the latency of {_buckets(count, transfers)}"
-    return _Kind("latency", words, _predicted(evidence, Change(caps_mb=(_DEFAULT_CAP_MB,))))
+    return CommKind("latency", words, _MERGE, _predicted(evidence, Change(caps_mb=(_DEFAULT_CAP_MB,))))
 
 
 def _predicted(evidence: Evidence, change: Change) -> Gain | None:
@@ -186,17 +172,22 @@ def _predicted(evidence: Evidence, change: Change) -> Gain | None:
     return None if isinstance(fitted, str) else gain_of(fitted, change)
 
 
-def _finding(evidence: Evidence, times: _Times, replay: Replay | str) -> Finding:
-    kind = _kind(evidence, replay)
+def _finding(evidence: Evidence, times: _Times) -> Finding:
+    if evidence.is_sharded:
+        kind, facts = unit_kind(evidence, times.moving_ns), unit_facts(evidence)
+    else:
+        replay = replay_of(evidence)
+        kind = _kind(evidence, replay)
+        facts = {} if isinstance(replay, str) else _link_facts(evidence, replay)
     in_steps = steps_share(evidence)
     return Finding(
         code="comm-bound",
         severity=severity_of(kind.gain.ratio * in_steps) if kind.gain else "info",
         verdict=f"Moving data takes {percent(times.share)} of the steps' time",
-        measure=f"{duration(times.moving_ns)} a step that backward does not hide",
+        measure=_measure(times, facts.get("exposed_by_collective_ns")),
         when="" if in_steps > 0.5 else f"the steps are {percent(in_steps)} of the time examined",
         cause=kind.words,
-        remedy=_REMEDIES[kind.name],
+        remedy=kind.remedy,
         steps=evidence.step_range,
         phase="exposed_comm",
         gain=kind.gain,
@@ -209,9 +200,16 @@ def _finding(evidence: Evidence, times: _Times, replay: Replay | str) -> Finding
             moving_ns=round(times.moving_ns),
             steps_share_of_time=round(in_steps, 4),
             steps_used=len(evidence.joined),
-            **({} if isinstance(replay, str) else _link_facts(evidence, replay)),
+            **facts,
         ),
     )
+
+
+def _measure(times: _Times, by_collective_ns: dict[str, int] | None) -> str:
+    if by_collective_ns is None:
+        return f"{duration(times.moving_ns)} a step that backward does not hide"
+    parts = ", ".join(f"{collective_title(kind)} {duration(ns)}" for kind, ns in by_collective_ns.items())
+    return f"{duration(times.moving_ns)} a step that computation does not hide: {parts}"
 
 
 def _link_facts(evidence: Evidence, replay: Replay) -> dict[str, Any]:

@@ -8,7 +8,8 @@ import numpy as np
 
 from ddpobs.shared.quantities import duration
 from ddpobs.shared.words import bucket_title
-from ddpobs_server.analysis.communication.unit_steps import GATHERS, UnitSteps, free_ns, unit_steps, unsteady_reason
+from ddpobs_server.analysis.communication.unit_changes import hidden_ns
+from ddpobs_server.analysis.communication.unit_steps import GATHERS, UnitSteps, unit_steps, unsteady_reason
 from ddpobs_server.analysis.evidence import MAX_LISTED, Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, advice_severity
 from ddpobs_server.analysis.steps.joined_steps import Floats
@@ -64,38 +65,6 @@ def prefetch_missing(evidence: Evidence) -> Judgement:
     if reason := unsteady_reason(evidence, units):
         return [NotJudged("prefetch-missing", reason)]
     return [_finding(evidence, units, saved_ns, gain)]
-
-
-def hidden_ns(units: UnitSteps) -> Floats:
-    """Return the part of each exposed all-gather that a launch right after the one before it hides.
-
-    The bytes move meanwhile while the rank computes, and no other collective moves. So at most the time without
-    collectives between the two launches is saved. Where collectives block, torch's own prefetch in backward already
-    launches an all-gather before the computation that could hide it: then it is that computation's time.
-
-    Returns:
-        Shape [steps, collectives]; 0 for other collectives, and for the first all-gather of a pass.
-    """
-    saved_ns = np.zeros(units.exposed_ns.shape)
-    for kind in GATHERS:
-        places = [place for place, row in enumerate(units.rows) if row.kind == kind]
-        for before, place in zip([None, *places[:-1]], places, strict=True):
-            if _is_prefetched(units, place):
-                began_ns, ended_ns = units.done_ns[:, place], units.launched_ns[:, place + 1]
-            elif before is not None:
-                began_ns, ended_ns = units.done_ns[:, before], units.launched_ns[:, place]
-            else:
-                continue
-            saved_ns[:, place] = np.minimum(units.exposed_ns[:, place], free_ns(units, began_ns, ended_ns))
-    return saved_ns
-
-
-def _is_prefetched(units: UnitSteps, place: int) -> bool:
-    """Whether a blocking all-gather in backward comes before the computation of another unit, which reduces next."""
-    if not units.blocks or units.rows[place].kind != _BACKWARD or place + 1 == len(units.rows):
-        return False
-    following = units.rows[place + 1]
-    return following.kind not in GATHERS and following.unit != units.rows[place].unit
 
 
 def _finding(evidence: Evidence, units: UnitSteps, saved_ns: Floats, gain: Gain) -> Finding:

@@ -9,20 +9,18 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs.shared.quantities import counted, duration, size_text
-from ddpobs.whatif.link import Link, fit_link
-from ddpobs_server.analysis.communication.unit_steps import GATHERS, UnitSteps, unit_steps, unsteady_reason
+from ddpobs.whatif.link import Link
+from ddpobs_server.analysis.communication.unit_changes import LIMITS_MB, links_of, merged_saving_ns, unit_sizes
+from ddpobs_server.analysis.communication.unit_steps import UnitSteps, unit_steps, unsteady_reason
 from ddpobs_server.analysis.evidence import MAX_LISTED, Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, advice_severity
 from ddpobs_server.analysis.steps.joined_steps import Floats
 
 CODES = ("unit-size",)
-LIMITS_MB = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0)
-"""Sizes up to which neighbouring units are merged."""
 PARTS = (2, 4, 8, 16)
 """Numbers of units into which the only one is divided."""
 _NEARLY = 0.9
 """Share of the largest saving that the smallest change must reach: a large unit takes memory while it is gathered."""
-_ROOT = "(root)"
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ def unit_size(evidence: Evidence) -> Judgement:
     units = unit_steps(evidence)
     if isinstance(units, str):
         return [NotJudged("unit-size", units)]
-    links, computing_ns = _links(units), _computing_ns(evidence)
+    links, computing_ns = links_of(units), _computing_ns(evidence)
     merged = _gains(units, {f"up to {limit:g} MB": merged_saving_ns(units, links, 1e6 * limit) for limit in LIMITS_MB})
     divided = _gains(units, {f"{parts} units": divided_saving_ns(units, computing_ns, parts) for parts in PARTS})
     options = max(merged, divided, key=lambda gains: max((gain.step_ns for gain in gains.values()), default=0))
@@ -69,40 +67,6 @@ def unit_size(evidence: Evidence) -> Judgement:
     if reason := unsteady_reason(evidence, units):
         return [NotJudged("unit-size", reason)]
     return [_small(evidence, units, links, options) if options is merged else _large(evidence, units, links, options)]
-
-
-def _links(units: UnitSteps) -> dict[str, Link]:
-    """Fit latency and bandwidth of each kind of collective; all-gathers in forward and in backward are one kind."""
-    sizes = np.array([float(row.size_bytes) for row in units.rows])
-    typical_ns = np.median(units.moving_ns, axis=0)
-    by_kind: dict[tuple[str, ...], list[int]] = {}
-    for place, row in enumerate(units.rows):
-        by_kind.setdefault(GATHERS if row.kind in GATHERS else (row.kind,), []).append(place)
-    return {
-        kind: link
-        for kinds, places in by_kind.items()
-        for link in [fit_link(sizes[places], typical_ns[places])]
-        for kind in kinds
-    }
-
-
-def merged_saving_ns(units: UnitSteps, links: Mapping[str, Link], limit_bytes: float) -> Floats:
-    """Return what merging neighbours up to this size would have saved in each step, shape [steps].
-
-    Each collective that goes saves its latency, as far as training waits for it. The root's unit stays: it is gathered
-    for the whole forward. Where latency is not known apart from the bytes, nothing is saved.
-    """
-    saved_ns, sizes = np.zeros(len(units.exposed_ns)), _sizes(units)
-    for kind, link in links.items():
-        total = 0.0
-        for place in [place for place, row in enumerate(units.rows) if row.kind == kind and row.unit != _ROOT]:
-            size = sizes[units.rows[place].unit]
-            if total and total + size <= limit_bytes:
-                total += size
-                saved_ns += np.minimum(link.alpha_ns, units.exposed_ns[:, place])
-            else:
-                total = size
-    return saved_ns
 
 
 def divided_saving_ns(units: UnitSteps, computing_ns: tuple[float, float], parts: int) -> Floats:
@@ -149,7 +113,7 @@ def _smallest(gains: Mapping[str, Gain]) -> str:
 
 
 def _small(evidence: Evidence, units: UnitSteps, links: Mapping[str, Link], gains: Mapping[str, Gain]) -> Finding:
-    sizes, change = list(_sizes(units).values()), _smallest(gains)
+    sizes, change = list(unit_sizes(units).values()), _smallest(gains)
     count, typical = len(units.rows), float(np.median(sizes))
     latency_ns = sum(links[row.kind].alpha_ns for row in units.rows)
     return _finding(
@@ -202,7 +166,7 @@ def _finding(
         evidence=UnitSizeFacts(
             kind=kind,
             module=units.module,
-            unit_bytes=list(_sizes(units).values()),
+            unit_bytes=list(unit_sizes(units).values()),
             collectives_a_step=len(units.rows),
             exposed_ns=round(float(np.median(units.exposed_ns.sum(axis=1)))),
             latency_ns={name: round(link.alpha_ns) for name, link in links.items()},
@@ -211,11 +175,3 @@ def _finding(
         ),
         **words,  # type: ignore[arg-type]
     )
-
-
-def _sizes(units: UnitSteps) -> dict[str, int]:
-    """Return the size of each unit, in the order of forward: of its largest collective."""
-    sizes: dict[str, int] = {}
-    for row in units.rows:
-        sizes[row.unit] = max(sizes.get(row.unit, 0), row.size_bytes)
-    return sizes
