@@ -38,6 +38,16 @@ def test_a_slow_rank_is_named_with_its_unit(url: str, phase: str) -> None:
     assert "blocks.1.inner.0.weight" in slow["parameters"]
 
 
+def test_collectives_that_take_most_of_the_steps_are_told_by_kind(url: str) -> None:
+    done = train(url, "wide", "wide", steps=30)
+    assert done.returncode == 0, done.stderr
+    bound = findings(url, "wide")["comm-bound"]
+    by_kind = bound["evidence"]["exposed_by_collective_ns"]
+    assert set(by_kind) == {"all_gather", "all_gather_again", "reduce_scatter"}
+    assert sum(by_kind.values()) > 0.5 * bound["evidence"]["moving_ns"]
+    assert "reduce-scatter" in bound["measure"]
+
+
 def test_a_crash_is_named_with_the_collective_launched_last(url: str) -> None:
     assert train(url, "crash", "crash").returncode != 0
     crash = findings(url, "crash")["crash"]

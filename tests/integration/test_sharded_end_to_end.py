@@ -12,6 +12,13 @@ pytestmark = pytest.mark.alone
 OF_BUCKETS = {"bucket-size", "bucket-order", "compression-pays", "accumulation-pays"}
 
 
+def test_a_training_that_computes_most_of_the_time_is_not_bound_by_communication(url: str) -> None:
+    done = train(url, "busy", "busy", steps=30)
+    assert done.returncode == 0, done.stderr
+    assert get(url, "busy", "/diagnostics")["steps_seen"] == 30
+    assert "comm-bound" not in findings(url, "busy")
+
+
 def test_a_balanced_training_has_steps_and_units_and_no_finding_of_a_rank_or_of_buckets(url: str) -> None:
     done = train(url, "balanced")
     assert done.returncode == 0, done.stderr

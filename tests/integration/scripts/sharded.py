@@ -1,7 +1,8 @@
 """Trains a model that FSDP2 shards: `sharded.py [FAULT] [STEPS]`. The faults are real work, or a real wait, on rank 1.
 
 `slow-forward` and `slow-backward` work longer in block 1. In step 5, `hang` stops before the forward, and `crash`
-raises an error in the backward of block 1. `ignored` leaves the head out of every unit, on all ranks.
+raises an error in the backward of block 1. On all ranks `ignored` leaves the head out of every unit, `busy` works
+longer in each block, and `wide` has blocks of 8 MB for a single row of input.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 FAULT, STEPS = [*sys.argv[1:], "", ""][0], int([*sys.argv[2:], "60"][0])
-WIDTH, ROWS, BLOCKS, FAULTY_STEP = 96, 64, 3, 5
+WIDTH, ROWS = (1024, 1) if FAULT == "wide" else (96, 64)
+BLOCKS, FAULTY_STEP = 3, 5
 
 
 class Extra(torch.autograd.Function):
@@ -75,7 +77,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = Model({1: FAULT} if rank == 1 else {})
+    faults = {1: FAULT} if rank == 1 else {}
+    model = Model(dict.fromkeys(range(BLOCKS), "slow-forward") if FAULT == "busy" else faults)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model, ignored_params={*model.head.parameters()} if FAULT == "ignored" else set())
