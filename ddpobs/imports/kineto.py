@@ -27,6 +27,7 @@ from ddpobs.errors import TraceFileError
 from ddpobs.imports.kineto_events import Event, KinetoEvents, times_ns
 from ddpobs.imports.rank_trace import Call, CallKind, Collective, RankTrace
 from ddpobs.imports.trace_events import TraceEvents
+from ddpobs.wire import Ints
 
 _BYTES = {"Float": 4, "Half": 2, "BFloat16": 2, "Double": 8, "Int": 4, "Long": 8, "Byte": 1, "Char": 1, "Bool": 1}
 
@@ -69,7 +70,7 @@ def read(path: Path, advance: Callable[[int], object] = lambda _: None) -> RankT
         steps=sorted(reader.steps),
         calls=_calls(reader),
         collectives=_nccl(reader) if on_gpu else _of_gloo(reader),
-        computing_ns=(reader.on_gpu if on_gpu else reader.on_host).intervals(),
+        computing_ns=(reader.on_gpu if on_gpu else reader.on_host).union(),
         device_ns=reader.kernels.device_ns(),
     )
     if not any(call.kind == "backward" for call in trace.calls):
@@ -81,7 +82,7 @@ def _calls(reader: KinetoEvents) -> list[Call]:
     """The calls in order, with each backward, and a forward before it where the trace names none."""
     calls = sorted(reader.calls, key=lambda call: call.began_ns)
     edges = sorted([*(call.began_ns for call in calls), *(began for _, began in reader.steps)])
-    backwards = _backwards(sorted(reader.engine), edges)
+    backwards = _backwards(reader.engine.intervals(), edges)
     if not any(call.kind == "forward" for call in calls):
         starts = sorted(
             [*(began for _, began in reader.steps), *(c.ended_ns for c in calls if c.kind == "fetch"), *reader.zeroed]
@@ -93,18 +94,21 @@ def _calls(reader: KinetoEvents) -> list[Call]:
     return sorted([*calls, *backwards], key=lambda call: call.began_ns)
 
 
-def _backwards(engine: list[tuple[int, int]], edges: list[int]) -> list[Call]:
-    """Join the engine's functions that no other call of the training thread separates."""
-    backwards: list[list[int]] = []
-    gaps = np.searchsorted(edges, [began for began, _ in engine])
-    last = None
-    for (began, ended), gap in zip(engine, gaps.tolist(), strict=True):
-        if gap != last:
-            backwards.append([began, ended])
-        backwards[-1][1] = max(backwards[-1][1], ended)
-        last = gap
+def _backwards(engine: Ints, edges: list[int]) -> list[Call]:
+    """Join the engine's functions that no other call of the training thread separates.
+
+    Args:
+        engine: Begin and end of each function, shape [functions, 2].
+        edges: Begins of the other calls, in order.
+    """
+    if not len(engine):
+        return []
+    engine = engine[np.argsort(engine[:, 0], kind="stable")]
+    gaps = np.searchsorted(edges, engine[:, 0])
+    first = np.flatnonzero(np.append(True, gaps[1:] != gaps[:-1]))
+    ended = np.maximum.reduceat(engine[:, 1], first)
     kind: CallKind = "backward"
-    return [Call(kind, began, ended) for began, ended in backwards]
+    return [Call(kind, *times) for times in zip(engine[first, 0].tolist(), ended.tolist(), strict=True)]
 
 
 def _of_gloo(reader: KinetoEvents) -> list[Collective]:

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from ddpobs.imports.rank_trace import Call, union
 from ddpobs.wire import Ints
 
-_ENGINE = "autograd::engine::evaluate_function"
-_COPY = "torch.distributed.ddp.reducer::copy_bucket_to_grad"
+_ENGINE = ("autograd::engine::evaluate_function", "torch.distributed.ddp.reducer::copy_bucket_to_grad")
+"""The copy ends a backward."""
 _LAUNCH = "c10d::"
 _NOT_COLLECTIVE = ("c10d::monitored_barrier_", "c10d::send", "c10d::recv_", "c10d::recv_any_source_")
 _GLOO = "gloo:"
@@ -56,31 +56,49 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     args: Args = _NONE
 
 
-class Computation:
-    """Intervals in which something was computed."""
+class Intervals:
+    """When events began and how long they lasted."""
 
     def __init__(self) -> None:
         self._began, self._took = array("d"), array("d")
+
+    def __len__(self) -> int:
+        return len(self._began)
+
+    def extend(self, events: list[Event]) -> None:
+        """Add these events."""
+        self._began.fromlist([event.ts for event in events])
+        self._took.fromlist([event.dur for event in events])
+
+    def intervals(self) -> Ints:
+        """Return begin and end in nanoseconds, shape [intervals, 2]."""
+        began_ns = _ns(np.frombuffer(self._began))
+        return np.stack([began_ns, began_ns + np.maximum(0, _ns(np.frombuffer(self._took)))], axis=1)
+
+
+class Computation:
+    """When something was computed."""
+
+    def __init__(self) -> None:
+        self._latest = Intervals()
         self._joined: Ints = np.zeros((0, 2), np.int64)
 
     def extend(self, events: list[Event]) -> None:
-        """Add the intervals of these events."""
-        self._began.fromlist([event.ts for event in events])
-        self._took.fromlist([event.dur for event in events])
-        if len(self._began) > _LONGEST_UNION:
-            self._joined = self.intervals()
-            self._began, self._took = array("d"), array("d")
+        """Add these events."""
+        self._latest.extend(events)
+        if len(self._latest) > _LONGEST_UNION:
+            self._joined, self._latest = self.union(), Intervals()
 
-    def intervals(self) -> Ints:
-        """Return their union, begin and end in nanoseconds, shape [intervals, 2]."""
-        return union(np.concatenate([self._joined, _intervals(self._began, self._took)]))
+    def union(self) -> Ints:
+        """Return begin and end in nanoseconds of the union, shape [intervals, 2], in order."""
+        return union(np.concatenate([self._joined, self._latest.intervals()]))
 
 
 class Kernels:
     """Work of a GPU, and the host's calls that launched it, joined by their correlation."""
 
     def __init__(self) -> None:
-        self._correlation, self._began, self._took = array("q"), array("d"), array("d")
+        self._correlation, self._work = array("q"), Intervals()
         self._launch_correlation, self._launched = array("q"), array("d")
 
     def __len__(self) -> int:
@@ -89,8 +107,7 @@ class Kernels:
     def extend(self, events: list[Event]) -> None:
         """Add kernels and copies."""
         self._correlation.fromlist([event.args.correlation for event in events])
-        self._began.fromlist([event.ts for event in events])
-        self._took.fromlist([event.dur for event in events])
+        self._work.extend(events)
 
     def extend_launches(self, events: list[Event]) -> None:
         """Add the host's calls."""
@@ -107,7 +124,7 @@ class Kernels:
     def device_ns(self) -> Ints:
         """Return when each was launched, and when all that was launched until then was done, shape [launches, 2]."""
         is_known, launched_ns = self.launched_ns(np.frombuffer(self._correlation, np.int64))
-        ended_ns = _intervals(self._began, self._took)[is_known, 1]
+        ended_ns = self._work.intervals()[is_known, 1]
         order = np.lexsort((ended_ns, launched_ns))
         return np.stack([launched_ns[order], np.maximum.accumulate(ended_ns[order])], axis=1)
 
@@ -118,7 +135,7 @@ class KinetoEvents:
     Attributes:
         steps: Number and begin of each step.
         calls: Calls of the training thread, without backward.
-        engine: Begin and end of the autograd engine's functions.
+        engine: The autograd engine's functions.
         zeroed: Ends of the optimizers' `zero_grad`.
         launches: Begin, end and name of the host's launches of collectives.
         gloo: Begin, end and name of gloo's collectives.
@@ -131,12 +148,11 @@ class KinetoEvents:
     def __init__(self) -> None:
         self.steps: list[tuple[int, int]] = []
         self.calls: list[Call] = []
-        self.engine: list[tuple[int, int]] = []
         self.zeroed: list[int] = []
         self.launches: list[tuple[int, int, str]] = []
         self.gloo: list[tuple[int, int, str]] = []
         self.nccl: list[Event] = []
-        self.on_host, self.on_gpu, self.kernels = Computation(), Computation(), Kernels()
+        self.engine, self.on_host, self.on_gpu, self.kernels = Intervals(), Computation(), Computation(), Kernels()
         self._by_category: dict[str, Callable[[list[Event]], None]] = {
             "user_annotation": self._annotations,
             "cpu_op": self._operators,
@@ -180,14 +196,12 @@ class KinetoEvents:
         for event in events:
             (computed if event.name.startswith(_COMPUTED) else others).append(event)
         self.on_host.extend(computed)
-        for event in others:
-            name = event.name
-            if name.startswith(_ENGINE) or name == _COPY:  # The copy ends a backward.
-                self.engine.append(times_ns(event))
-            elif name.startswith(_LAUNCH) and name not in _NOT_COLLECTIVE:
-                self.launches.append((*times_ns(event), name[len(_LAUNCH) :].strip("_")))
-            elif name in _FORWARDS:
+        self.engine.extend([event for event in others if event.name.startswith(_ENGINE)])
+        for event in [event for event in others if event.name.startswith((_LAUNCH, *_FORWARDS))]:
+            if event.name in _FORWARDS:
                 self.calls.append(Call("forward", *times_ns(event)))
+            elif event.name.startswith(_LAUNCH) and event.name not in _NOT_COLLECTIVE:
+                self.launches.append((*times_ns(event), event.name[len(_LAUNCH) :].strip("_")))
 
     def _kernels(self, events: list[Event]) -> None:
         self.nccl += [event for event in events if event.name.startswith(_NCCL)]
@@ -206,9 +220,3 @@ def times_ns(event: Event) -> tuple[int, int]:
 def _ns(microseconds: npt.NDArray[np.float64]) -> Ints:
     whole = np.floor(microseconds)
     return np.asarray(whole.astype(np.int64) * 1000 + np.rint((microseconds - whole) * 1000).astype(np.int64))
-
-
-def _intervals(began: array[float], took: array[float]) -> Ints:
-    """Return begin and end in nanoseconds, shape [intervals, 2]."""
-    began_ns = _ns(np.frombuffer(began))
-    return np.stack([began_ns, began_ns + np.maximum(0, _ns(np.frombuffer(took)))], axis=1)

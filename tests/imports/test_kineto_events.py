@@ -26,7 +26,7 @@ def test_a_kernel_is_joined_with_the_last_call_of_its_correlation() -> None:
 
 def test_a_trace_without_kernels_has_no_launches() -> None:
     assert Kernels().device_ns().shape == (0, 2)
-    assert Computation().intervals().shape == (0, 2)
+    assert Computation().union().shape == (0, 2)
 
 
 def test_computation_is_the_same_whenever_it_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,4 +34,4 @@ def test_computation_is_the_same_whenever_it_is_joined(monkeypatch: pytest.Monke
     computation = Computation()
     for pieces in ([event(0, 2), event(1, 3), event(9, -1)], [event(4, 1)], [event(7.5, 0.25), event(6, 1)]):
         computation.extend(pieces)
-    assert computation.intervals().tolist() == [[0, 5_000], [6_000, 7_000], [7_500, 7_750], [9_000, 9_000]]
+    assert computation.union().tolist() == [[0, 5_000], [6_000, 7_000], [7_500, 7_750], [9_000, 9_000]]
