@@ -38,6 +38,7 @@ def test_a_slow_rank_is_named_with_its_unit(url: str, phase: str) -> None:
     assert "blocks.1.inner.0.weight" in slow["parameters"]
 
 
+@pytest.mark.wide
 def test_collectives_that_take_most_of_the_steps_are_told_by_kind(url: str) -> None:
     done = train(url, "wide", "wide", steps=30)
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ pytestmark = pytest.mark.alone
 OF_BUCKETS = {"bucket-size", "bucket-order", "compression-pays", "accumulation-pays"}
 
 
+@pytest.mark.wide
 def test_a_training_that_computes_most_of_the_time_is_not_bound_by_communication(url: str) -> None:
     done = train(url, "busy", "busy", steps=30)
     assert done.returncode == 0, done.stderr

@@ -138,14 +138,14 @@ class Sharded:
         """Further computation of each rank in the forward of a unit."""
         ranks = np.arange(self.ranks)
         first, second = (unit == 1) & (ranks == 1), self.in_turn & (unit == 2) & (ranks == 0)
-        return self.late_ms * (first | second).astype(np.float64)
+        return np.where(first | second, self.late_ms, 0.0)
 
     def _evidence(
         self, steps: list[_Step], begins: Floats, ends: Floats, clock: Floats, facts: dict[str, Any]
     ) -> Evidence:
         number = np.repeat(np.arange(self.steps), self.ranks)
         rank = np.tile(np.arange(self.ranks), self.steps)
-        late = sum(self._late_ms(unit) for unit in range(len(self.sizes)))[rank]
+        late = np.sum([self._late_ms(unit) for unit in range(len(self.sizes))], axis=0)[rank]
         forward, backward = sum(self.compute_ms) + late, np.full(len(rank), 2 * sum(self.compute_ms))
         exposed = _flat(ends - begins) - _ns(forward + backward)
         times = {"forward": _ns(forward), "backward": _ns(backward)}
