@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -35,6 +35,7 @@ _MAX_DELETED = 10_000
 _CLOSE_S = 10
 _AGES_S = (0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0, 86_400.0)
 _Acknowledgement = asyncio.Future[Outcome]
+_Group = list[tuple[Arrival, _Acknowledgement]]
 
 
 class Writer:
@@ -98,6 +99,7 @@ class Writer:
     def start(self) -> None:
         """Start the thread; call it on the event loop that awaits the batches."""
         self._loop = asyncio.get_running_loop()
+        self._is_distributed = self._store.is_distributed()
         self._thread.start()
 
     def close(self) -> None:
@@ -136,7 +138,7 @@ class Writer:
 
         The batches are local to this method, so that their memory is free while the writer waits for the next ones.
         """
-        group: list[tuple[Arrival, _Acknowledgement]] = []
+        group: _Group = []
         workspaces: set[str] = set()
         records = 0
         # Further batches arrive during this loop: clients that waited for the last commit send again at once.
@@ -151,9 +153,21 @@ class Writer:
                 break
             if len(workspaces) > 1 and self.queue.size_of(workspace) == 0:
                 break  # A workspace with few batches does not wait for many of another.
-        if group:
-            self._write(group)
+        for part in self._transactions(group):
+            self._write(part)
         return taken is not None
+
+    def _transactions(self, group: _Group) -> Iterable[_Group]:
+        """The batches of each transaction; one for each run in a cluster.
+
+        Runs are on different nodes. They would commit in two phases, and a connection lost in between leaves locks.
+        """
+        if not self._is_distributed:
+            return [group] if group else []
+        by_run: dict[str, _Group] = {}
+        for arrival, future in group:
+            by_run.setdefault(arrival.batch.run, []).append((arrival, future))
+        return by_run.values()
 
     def _transaction_limits(self) -> tuple[int, int]:
         """Most batches, and records after which a transaction takes no further batch."""
@@ -172,7 +186,7 @@ class Writer:
         except Exception as error:
             self._settle([(future, error)])
 
-    def _write(self, group: list[tuple[Arrival, _Acknowledgement]]) -> None:
+    def _write(self, group: _Group) -> None:
         self._transaction_began = time.monotonic()
         try:
             with self.commit_seconds.time():
@@ -190,7 +204,7 @@ class Writer:
         finally:
             self._transaction_began = None
 
-    def _isolate_failure(self, group: list[tuple[Arrival, _Acknowledgement]], error: Exception) -> None:
+    def _isolate_failure(self, group: _Group, error: Exception) -> None:
         """Write the halves of a group whose transaction failed; report the error if the group is one batch.
 
         One bad batch must not fail the other batches, and halving needs fewer transactions than one for each batch.
@@ -218,7 +232,7 @@ class Writer:
         began = self._transaction_began
         return 0.0 if began is None else time.monotonic() - began
 
-    def _fail(self, group: list[tuple[Arrival, _Acknowledgement]], error: Exception, outcome: str = "failed") -> None:
+    def _fail(self, group: _Group, error: Exception, outcome: str = "failed") -> None:
         self.batches.labels(outcome).inc(len(group))
         for arrival, _ in group:
             self._series.forget(arrival.batch)

@@ -125,6 +125,10 @@ def _database(settings: Settings, store: Store, integrity: bool) -> Iterator[Che
         yield CheckResult("integrity", "fail" if errors else "ok", "; ".join(errors) or "the file is undamaged")
         if errors:
             return
+    if store.is_distributed():
+        broken = store.broken_links()
+        detail = f"unreachable: {', '.join(broken)}" if broken else "every node reaches every other"
+        yield CheckResult("cluster", "fail" if broken else "ok", detail)
     yield (schema := _schema(store))
     if schema.state == "ok":
         yield from _access(settings, store)

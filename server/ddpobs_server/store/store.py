@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Concatenate, ParamSpec, TypeVar
 
-from sqlalchemy import CTE, Connection, Engine
+from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DataError
 
 from ddpobs_server.store.database import distribution, engine, migration
@@ -34,6 +34,7 @@ from ddpobs_server.store.queries import (
 )
 from ddpobs_server.store.rows import Aggregates, HostTotal, LayoutOutline, Run, RunVersion
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
+from ddpobs_server.store.selected_sources import SelectedSources, sources_of_attempt, sources_of_latest
 from ddpobs_server.store.sums import bucket_sums, stored_bins
 from ddpobs_server.store.sums.phase_totals import PhaseTotals
 from ddpobs_server.store.sums.unused_names import UnusedNames
@@ -207,7 +208,7 @@ class Store:
             changed = [run for run in runs if known.get(run.run) != run.version]
             if 2 * len(changed) < len(runs):
                 active = run_queries.named([run.run for run in changed])
-            sources = aggregate_queries.sources_of_latest(active)
+            sources = sources_of_latest(active)
             outlines = self._outlines.read(connection, sources, _RUN_BUCKETS) if changed else []
             by_key = {(run, outline.module, outline.revision): outline for run, outline in outlines}
             return self._aggregates(connection, sources, (runs, changed), by_key, self._phases[workspace])
@@ -215,7 +216,7 @@ class Store:
     def _aggregates(
         self,
         connection: Connection,
-        sources: CTE,
+        sources: SelectedSources,
         runs_and_changed: tuple[list[Run], list[Run]],
         outlines: dict[tuple[str, int, int], LayoutOutline],
         phase_totals: PhaseTotals,
@@ -250,7 +251,7 @@ class Store:
     def layout_outlines(self, run: str, attempt: str) -> list[LayoutOutline]:
         """An attempt's layouts without names, by module and revision."""
         with self._engine.connect() as connection:
-            outlines = self._outlines.read(connection, aggregate_queries.sources_of_attempt(run, attempt), _RUN_BUCKETS)
+            outlines = self._outlines.read(connection, sources_of_attempt(run, attempt), _RUN_BUCKETS)
         return [outline for _, outline in outlines]
 
     def fleet_totals(self, workspace: str, since_ns: int, max_runs: int) -> Iterator[tuple[str, HostTotal]]:
@@ -338,6 +339,8 @@ class Store:
     revisions = _maintains(migration.revisions)
     earlier_revisions = staticmethod(migration.earlier_revisions)
     distribute = _maintains(distribution.distribute)
+    is_distributed = _reads(distribution.is_distributed)
+    broken_links = _reads(distribution.broken_links)
     distribution = staticmethod(distribution.statements)
 
     delete = _maintains(removal.delete)

@@ -224,7 +224,9 @@ def test_one_bad_batch_of_many_costs_the_others_few_transactions(store: Store) -
     assert registry.get_sample_value("ddpobs_server_commit_seconds_count") == 1 + 2 * 6
 
 
-def test_transactions_are_short_while_several_workspaces_send(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def groups(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Runs of the batches of each transaction."""
     groups: list[list[str]] = []
     ingest = store.ingest
 
@@ -233,6 +235,20 @@ def test_transactions_are_short_while_several_workspaces_send(store: Store, monk
         return ingest(arrivals)
 
     monkeypatch.setattr(store, "ingest", grouped)
+    return groups
+
+
+def test_a_cluster_stores_each_run_in_a_transaction_of_its_own(
+    store: Store, groups: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "is_distributed", lambda: True)
+    payloads = [batch(run, seq, steps=steps(seq, 1)) for seq in range(2) for run in ("a", "b")]
+    answers, _ = write_together(store, [("default", payload) for payload in payloads])
+    assert answers == [Outcome.STORED] * 4
+    assert groups == [["a", "a"], ["b", "b"]]
+
+
+def test_transactions_are_short_while_several_workspaces_send(store: Store, groups: list[list[str]]) -> None:
     loud = [("loud", batch("loud", seq, steps=steps(seq, 1))) for seq in range(40)]
     write_together(store, loud)
     assert groups == [["loud"] * 40]

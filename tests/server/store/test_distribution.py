@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ddpobs_server.operations import self_check
 from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import NotificationKey, Store, UnusableError, schema
@@ -84,6 +85,7 @@ def test_every_statement_is_confined_to_a_run(
         "SELECT sum(rollups.steps) FROM rollups JOIN runs ON runs.run_id = rollups.run_id",
         "SELECT a FROM batches WHERE batches.run_id = %(r)s AND batches.source IN (SELECT sources.source FROM sources)",
         "SELECT a FROM rollups JOIN sources ON sources.source = rollups.source",
+        "SELECT a FROM rollups JOIN sources ON sources.run_id = rollups.run_id WHERE rollups.run_id = %s",
         "SELECT max(sources.rank) FROM sources JOIN runs ON runs.run_id = sources.run_id GROUP BY sources.rank",
         "DELETE FROM chunks WHERE chunks.last_step < ?",
         "INSERT INTO events (source, seq) VALUES (?, ?)",
@@ -97,8 +99,10 @@ def test_a_statement_over_many_runs_fails_the_check(statement: str) -> None:
 def test_the_statements_that_distribute_name_every_table(tmp_path: Path) -> None:
     store = Store(databases.sqlite(tmp_path))
     statements = store.distribution()
-    assert {statement.split("'")[1] for statement in statements} == set(schema.metadata.tables)
-    assert all("'run_id'" in statement for statement in statements if "reference" not in statement)
+    assert {statement.split("'")[1] for statement in statements} == {*schema.metadata.tables, "alembic_version"}
+    assert statements[0] == "SELECT create_distributed_table('runs', 'run_id')"
+    others = [statement for statement in statements[1:] if "reference" not in statement]
+    assert all("'run_id', colocate_with => 'runs')" in statement for statement in others)
     with pytest.raises(UnusableError, match="expected a PostgreSQL"):
         store.distribute()
     store.close()
@@ -106,10 +110,16 @@ def test_the_statements_that_distribute_name_every_table(tmp_path: Path) -> None
 
 CITUS = """
 CREATE TABLE pg_dist_partition (logicalrelid regclass PRIMARY KEY);
-CREATE FUNCTION create_distributed_table(regclass, text) RETURNS void LANGUAGE sql AS
+CREATE FUNCTION create_distributed_table(regclass, text, colocate_with text DEFAULT 'default')
+  RETURNS void LANGUAGE sql AS
   'INSERT INTO pg_dist_partition VALUES ($1)';
 CREATE FUNCTION create_reference_table(regclass) RETURNS void LANGUAGE sql AS
   'INSERT INTO pg_dist_partition VALUES ($1)';
+CREATE FUNCTION citus_total_relation_size(regclass) RETURNS bigint LANGUAGE sql AS 'SELECT 1000';
+CREATE FUNCTION citus_check_cluster_node_health(
+  OUT from_nodename text, OUT from_nodeport int, OUT to_nodename text, OUT to_nodeport int, OUT result bool)
+  RETURNS SETOF record LANGUAGE sql AS
+  $$VALUES ('one', 5432, 'one', 5432, true), ('one', 5432, 'two', 5433, false), ('two', 5433, 'one', 5432, NULL)$$;
 """
 """Stand-ins for the catalog and functions of Citus. Citus also raises if a table is distributed twice."""
 
@@ -129,5 +139,22 @@ def test_tables_that_an_upgrade_adds_are_distributed_by_the_next_call(
         store.distribute()
     with store._engine.connect() as connection:
         distributed = connection.exec_driver_sql("SELECT logicalrelid::text FROM pg_dist_partition").scalars().all()
-    assert set(distributed) == set(schema.metadata.tables)
+    assert set(distributed) == {*schema.metadata.tables, "alembic_version"}
     store.close()
+
+
+def test_size_and_links_are_those_of_the_whole_cluster(postgresql: databases.Fresh, tmp_path: Path) -> None:
+    url = postgresql(tmp_path)
+    store = Store(url)
+    store.migrate()
+    assert not store.is_distributed()
+    with store._engine.begin() as connection:
+        connection.exec_driver_sql(CITUS)
+    assert not store.is_distributed()  # Citus is installed, but nothing is distributed.
+    store.distribute()
+    assert store.is_distributed()
+    assert store.size_bytes() == 1000 * (len(schema.metadata.tables) + 1)
+    store.close()
+    results = {result.name: result for result in self_check.run(Settings(database_url=url))}
+    assert results["cluster"].state == "fail"
+    assert results["cluster"].detail == "unreachable: one:5432 to two:5433, two:5433 to one:5432"

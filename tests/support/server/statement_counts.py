@@ -36,7 +36,11 @@ def recorded(target: Any = Engine) -> Iterator[list[str]]:
 
 
 def assert_spreads(statement: str) -> None:
-    """Each table is read for one run or joined by run; in a join, aggregates and window functions group by run."""
+    """Each table is read for one run or joined by run; in a join, aggregates and window functions group by run.
+
+    If a table is read for one run, every other is too, so that a single node answers: the cluster chooses nodes before
+    it reads rows, and does not follow a join.
+    """
     if inserted := re.match(r"INSERT INTO (\w+) \((.*?)\)", statement):
         assert inserted[1] not in SPREAD or "run_id" in inserted[2].split(", "), statement
         return
@@ -45,6 +49,9 @@ def assert_spreads(statement: str) -> None:
     tied = [*of_one_run, *(name for pair in _SAME_RUN.findall(statement) for name in pair)]
     for table in set(read) - {"runs"}:
         assert tied.count(table) >= read.count(table), f"{table} of all runs: {statement}"
+    if of_one_run:
+        for table in set(read):
+            assert of_one_run.count(table) >= read.count(table), f"{table} by a join, not by the run: {statement}"
     if of_one_run or set(read) <= {"runs"}:
         return
     grouped = re.search(r"GROUP BY (.*?)(?: ORDER BY|$)", statement)

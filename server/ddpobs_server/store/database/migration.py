@@ -10,7 +10,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, Engine, func, inspect, select
+from sqlalchemy import Connection, Engine, func, inspect, literal, select
 
 from ddpobs_server.store.database.database_errors import OtherSchemaError, UnusableError
 
@@ -18,6 +18,8 @@ _log = logging.getLogger(__name__)
 _MIGRATIONS = Path(__file__).parents[1] / "migrations"
 _LOCK = 0xDD90B5
 """Advisory lock of a PostgreSQL database: a migration holds it alone, transactions with batches share it."""
+_LOCK_S = 8
+"""Seconds; a rank waits 10 s for a response (`DDPOBS_TIMEOUT_S`), and the batches of other runs wait too."""
 _INCREMENTAL = 2
 
 
@@ -61,10 +63,11 @@ def wait_for_migration(connection: Connection) -> None:
     """Wait until no migration runs, and let none begin before the end of the transaction.
 
     A migration would convert the sums that it sees, and then remove those of this transaction with their table. SQLite
-    has one writer.
+    has one writer. On PostgreSQL the transaction waits at most `_LOCK_S` for this lock and for each later one.
     """
     if connection.dialect.name == "postgresql":
-        connection.execute(select(func.pg_advisory_xact_lock_shared(_LOCK)))
+        limit = func.set_config("lock_timeout", f"{_LOCK_S}s", literal(value=True))  # Until the transaction's end.
+        connection.execute(select(limit, func.pg_advisory_xact_lock_shared(_LOCK)))
 
 
 def check(connection: Connection) -> None:

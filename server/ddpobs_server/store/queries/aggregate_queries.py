@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
-from sqlalchemy import CTE, ColumnElement, Connection, and_, case, func, select
+from sqlalchemy import Connection, and_, case, func, select
 
 from ddpobs import wire
 from ddpobs.wire.facts import EndFacts, facts_of
 from ddpobs_server.store import schema
 from ddpobs_server.store.database.sql import float_sum
 from ddpobs_server.store.rows import PeerTotal, Rollup
+from ddpobs_server.store.selected_sources import SelectedSources
 
-_r, _s = schema.runs.c, schema.sources.c
-_SOURCE = (_s.run_id, _s.source, _s.rank)
+_s = schema.sources.c
 _EVENTS = 10_000
 """Maximum number of events in a diagnosis. A limit is needed because clients choose the kinds."""
 _EVENT_BYTES = 8_000_000
@@ -26,24 +26,7 @@ _REPEATED, _REPEATS = ("stuck", "not_reduced", "exchanged"), 64
 """Kinds of events of which a diagnosis reads the first of each source, and how many."""
 
 
-def sources_of_attempt(run: str, attempt: str) -> CTE:
-    """Sources of an attempt of a run."""
-    return _materialized(select(*_SOURCE).where(_s.run_id == run, _s.attempt == attempt))
-
-
-def sources_of_latest(conditions: Sequence[ColumnElement[bool]]) -> CTE:
-    """Sources of the latest attempts of the runs that meet the conditions."""
-    latest = (_r.run_id == _s.run_id) & (_r.attempt == _s.attempt)
-    return _materialized(select(*_SOURCE).join(schema.runs, latest).where(*conditions))
-
-
-def _materialized(sources: Any) -> CTE:
-    """Read the sources first, then their rows by key. Otherwise SQLite looks up the source of every row."""
-    cte: CTE = sources.cte("reporting").prefix_with("MATERIALIZED")
-    return cte
-
-
-def rollups(connection: Connection, sources: CTE) -> list[tuple[str, Rollup]]:
+def rollups(connection: Connection, sources: SelectedSources) -> list[tuple[str, Rollup]]:
     """(run, sums) by rank."""
     phases = [f"{phase}_ns" for phase in wire.PHASES]
     names = ("steps", "wall_ns", "comm_ns", "samples", "own_ns", "own_steps")
@@ -56,7 +39,7 @@ def rollups(connection: Connection, sources: CTE) -> list[tuple[str, Rollup]]:
     return result
 
 
-def peer_totals(connection: Connection, sources: CTE) -> list[tuple[str, PeerTotal]]:
+def peer_totals(connection: Connection, sources: SelectedSources) -> list[tuple[str, PeerTotal]]:
     """(run, straggler statistics) by the rank that they describe."""
     names = ("steps", "delay_ns", "wait_ns", "moving_ns")
     columns = (*names, *(f"straggler_{phase}" for phase in wire.OWN_PHASES))
@@ -69,7 +52,7 @@ def peer_totals(connection: Connection, sources: CTE) -> list[tuple[str, PeerTot
     return result
 
 
-def histograms(connection: Connection, sources: CTE) -> dict[str, list[int]]:
+def histograms(connection: Connection, sources: SelectedSources) -> dict[str, list[int]]:
     """Steps of all ranks in each bin of `schema.STEP_BOUNDS_S` and above the last, not cumulated, by run."""
     counts: dict[str, list[int]] = {}
     for run, bound, steps in _sums(connection, schema.step_histogram, ("steps",), sources, rank=False, key=("bound",)):
@@ -77,12 +60,12 @@ def histograms(connection: Connection, sources: CTE) -> dict[str, list[int]]:
     return counts
 
 
-def last_seen(connection: Connection, sources: CTE) -> list[tuple[str, int, int, int, int]]:
+def last_seen(connection: Connection, sources: SelectedSources) -> list[tuple[str, int, int, int, int]]:
     """(run, rank, last step, its arrival, records dropped) of each rank; step and arrival are 0 without a step."""
     keys = (sources.c.run_id, sources.c.rank)
     query = (
         select(*keys, func.max(_s.last_step), func.max(_s.last_step_seen_ns), float_sum(_s.dropped))
-        .join(*_by_source(schema.sources, sources))
+        .join(*sources.joined(schema.sources))
         .group_by(*keys)
     )
     rows = connection.execute(query)
@@ -97,11 +80,12 @@ class _RunFacts(msgspec.Struct):
     versions: dict[str, str]
 
 
-def facts(connection: Connection, sources: CTE) -> dict[str, tuple[str, str, str]]:
+def facts(connection: Connection, sources: SelectedSources) -> dict[str, tuple[str, str, str]]:
     """Backend, device and version of torch of the lowest rank that sent a hello, by run."""
     numbered = (
         select(_s.run_id, _s.source, _number(_s.run_id, order_by=sources.c.rank))
-        .join(sources, (sources.c.run_id == _s.run_id) & (sources.c.source == _s.source))
+        .select_from(sources.cte)
+        .join(*sources.joined(schema.sources))
         .where(_s.hello.is_not(None))
         .subquery()
     )
@@ -117,7 +101,7 @@ def facts(connection: Connection, sources: CTE) -> dict[str, tuple[str, str, str
     return by_run
 
 
-def events(connection: Connection, sources: CTE) -> list[tuple[str, int, wire.Event]]:
+def events(connection: Connection, sources: SelectedSources) -> list[tuple[str, int, wire.Event]]:
     """(run, rank, event): the first of each source and kind, of some kinds a few, in the order of sending.
 
     The rank of an event `died` is the one that it reports.
@@ -125,14 +109,14 @@ def events(connection: Connection, sources: CTE) -> list[tuple[str, int, wire.Ev
     c = schema.events.c
     numbered = (
         select(sources.c.run_id, sources.c.source, sources.c.rank, c.seq, c.position, c.kind, event_number())
-        .join(*_by_source(schema.events, sources))
+        .join(*sources.joined(schema.events))
         .subquery()
     )
     n = numbered.c
     is_end = case((n.kind.in_(ENDS) | n.kind.startswith("died:"), 0), else_=1)
     same = [n[name] == c[name] for name in ("run_id", "source", "seq", "position")]
     query = select(n.run_id, n.rank, n.seq, n.position, c.body).join(schema.events, and_(*same))
-    query = query.where(is_read(n.kind, n.number))
+    query = query.where(is_read(n.kind, n.number), sources.in_run(schema.events))
     query = query.order_by(is_end, n.number, n.run_id, n.rank, n.seq, n.position).limit(_EVENTS)
     rows = within_bytes(connection.execute(query.execution_options(yield_per=64)), _EVENT_BYTES)
     result = []
@@ -175,18 +159,19 @@ def _number(*columns: Any, order_by: Any) -> Any:
 
 
 def _sums(
-    connection: Connection, table: Any, names: Iterable[str], sources: CTE, *, rank: bool, key: tuple[str, ...] = ()
+    connection: Connection,
+    table: Any,
+    names: Iterable[str],
+    sources: SelectedSources,
+    *,
+    rank: bool,
+    key: tuple[str, ...] = (),
 ) -> Iterable[Any]:
     keys = [sources.c.run_id, *([sources.c.rank] if rank else []), *(table.c[name] for name in key)]
     query = (
         select(*keys, *(float_sum(table.c[name]) for name in names))
-        .join(*_by_source(table, sources))
+        .join(*sources.joined(table))
         .group_by(*reversed(keys))  # SQLite sorts faster by a number than by a run.
         .order_by(*keys)
     )
     return connection.execute(query)
-
-
-def _by_source(table: Any, sources: CTE) -> tuple[Any, ColumnElement[bool]]:
-    """Target and condition of the join of a table with its sources."""
-    return table, (table.c.run_id == sources.c.run_id) & (table.c.source == sources.c.source)

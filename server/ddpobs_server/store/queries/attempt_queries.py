@@ -12,8 +12,8 @@ from ddpobs import wire
 from ddpobs_server.store import endings, schema
 from ddpobs_server.store.database.sql import float_sum
 from ddpobs_server.store.queries import aggregate_queries, layout_queries, unused_queries
-from ddpobs_server.store.queries.aggregate_queries import sources_of_attempt
 from ddpobs_server.store.rows import Attempt, AttemptSummary, BucketRollup, Rollup, Source
+from ddpobs_server.store.selected_sources import sources_of_attempt
 from ddpobs_server.store.sums import bucket_sums
 
 _END_EVENTS, _END_EVENT_BYTES = 10_000, 8_000_000
@@ -45,7 +45,7 @@ def attempt_summaries(connection: Connection, run: str) -> list[AttemptSummary]:
             func.coalesce(func.max(case((s.last_step_seen_ns > 0, s.last_step + 1), else_=0)), 0),
             *endings.counts(),
         )
-        .outerjoin(schema.sources, (s.run_id == a.run_id) & (s.attempt == a.attempt))
+        .outerjoin(schema.sources, (s.run_id == run) & (s.attempt == a.attempt))
         .where(a.run_id == run)
         .group_by(a.run_id, *keys)
         .order_by(a.ordinal)
@@ -71,8 +71,8 @@ def end_events(connection: Connection, run: str) -> list[tuple[str, int, wire.Ev
     query = (
         select(s.attempt, s.rank, e.body)
         .select_from(schema.events)
-        .join(schema.sources, (s.run_id == e.run_id) & (s.source == e.source))
-        .join(schema.attempts, (a.run_id == s.run_id) & (a.attempt == s.attempt))
+        .join(schema.sources, (s.run_id == run) & (s.source == e.source))
+        .join(schema.attempts, (a.run_id == run) & (a.attempt == s.attempt))
         .where(e.run_id == run, e.kind.in_(aggregate_queries.ENDS) | e.kind.startswith("died:"))
         .order_by(a.ordinal.desc(), s.rank, e.seq, e.position)
         .limit(_END_EVENTS)
@@ -114,7 +114,7 @@ def _sources(columns: Sequence[Any], run: str, attempts: Sequence[str]) -> Selec
             float_sum(p.steps).label("compared_steps"),
         )
         .select_from(schema.sources)
-        .join(schema.peer_totals, (p.run_id == c.run_id) & (p.source == c.source))
+        .join(schema.peer_totals, (p.run_id == run) & (p.source == c.source))
         .where(c.run_id == run, c.attempt.in_(attempts))
         .group_by(c.attempt, p.rank)
         .subquery("measured")

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from sqlalchemy import CTE, Connection, and_, func, or_, select
+from sqlalchemy import Connection, and_, func, or_, select
 
 from ddpobs import wire
 from ddpobs.shared.words import unit_title
 from ddpobs_server.store import schema
 from ddpobs_server.store.rows import LayoutOutline
+from ddpobs_server.store.selected_sources import SelectedSources
 
 RESPONSE_BYTES = 16_000_000
 """Maximum bytes of layouts in a response. A batch may be as large, so the first layout always fits."""
@@ -54,14 +55,15 @@ _decode_outline = msgspec.json.Decoder(_Outline).decode
 _decode_layout = msgspec.json.Decoder(wire.Layout).decode
 
 
-def keys(connection: Connection, sources: CTE, module: int | None = None) -> list[LayoutKey]:
+def keys(connection: Connection, sources: SelectedSources, module: int | None = None) -> list[LayoutKey]:
     """Each layout once, by run, module and revision. Reads the index alone, and no body."""
     c = schema.layouts.c
     of_module = [] if module is None else [c.module == module]
     order = func.row_number().over(partition_by=(c.run_id, c.module, c.revision), order_by=sources.c.rank)
     numbered = (
         select(c.run_id, c.module, c.revision, c.source, order.label("number"))
-        .join(sources, (sources.c.run_id == c.run_id) & (sources.c.source == c.source))
+        .select_from(sources.cte)
+        .join(*sources.joined(schema.layouts))
         .where(*of_module)
         .subquery()
         .c
@@ -72,7 +74,7 @@ def keys(connection: Connection, sources: CTE, module: int | None = None) -> lis
 
 
 def whole(
-    connection: Connection, sources: CTE, module: int | None = None, limit_bytes: int = RESPONSE_BYTES
+    connection: Connection, sources: SelectedSources, module: int | None = None, limit_bytes: int = RESPONSE_BYTES
 ) -> tuple[list[wire.Layout], int]:
     """The layouts of one attempt by module and revision, up to a size, and the number of layouts beyond it."""
     layout_keys = keys(connection, sources, module)
@@ -109,7 +111,9 @@ class LayoutOutlines:
         self._buckets = 0
         self._lock = threading.Lock()
 
-    def read(self, connection: Connection, sources: CTE, limit_buckets: int) -> list[tuple[str, LayoutOutline]]:
+    def read(
+        self, connection: Connection, sources: SelectedSources, limit_buckets: int
+    ) -> list[tuple[str, LayoutOutline]]:
         """(run, outline) by run, module and revision.
 
         Args:

@@ -33,8 +33,13 @@ def without(run_keys: Sequence[str]) -> Conditions:
     return [_r.run_id.not_in(run_keys)] if run_keys else []
 
 
-def where(connection: Connection, conditions: Conditions, limit: int | None = None) -> list[Run]:
-    """Runs that meet the conditions, newest first, each with the sums over its latest attempt's sources."""
+def where(
+    connection: Connection, conditions: Conditions, limit: int | None = None, *, only: str | None = None
+) -> list[Run]:
+    """Runs that meet the conditions, newest first, each with the sums over its latest attempt's sources.
+
+    If `only` names the only run, a cluster reads a single node.
+    """
     p = select(schema.runs).where(*conditions).order_by(_r.created_ns.desc(), _r.run_id).limit(limit).subquery().c
     stepped = _s.last_step_seen_ns > 0
     # A source without a step counts from its first arrival.
@@ -56,7 +61,7 @@ def where(connection: Connection, conditions: Conditions, limit: int | None = No
                 (_s.stuck_ns == 0) & is_running & (_s.last_seen_ns >= p.last_seen_ns - PULSE_SILENCE_NS)
             ),
         )
-        .outerjoin(schema.sources, (_s.run_id == p.run_id) & (_s.attempt == p.attempt))
+        .outerjoin(schema.sources, (_s.run_id == (only or p.run_id)) & (_s.attempt == p.attempt))
         .group_by(*plain)
         .order_by(p.created_ns.desc(), p.run_id)
     )
@@ -93,7 +98,7 @@ def runs(
 
 def run(connection: Connection, run: str) -> Run | None:
     """The run; None if it does not exist."""
-    return next(iter(where(connection, [_r.run_id == run])), None)
+    return next(iter(where(connection, [_r.run_id == run], only=run)), None)
 
 
 def version(connection: Connection, run: str) -> RunVersion:

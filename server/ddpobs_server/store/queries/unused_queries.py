@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import CTE, Connection, and_, func, or_, select
+from sqlalchemy import Connection, and_, func, or_, select
 
 from ddpobs import wire
 from ddpobs_server.store import schema
+from ddpobs_server.store.selected_sources import SelectedSources
 
 UNUSED_JUDGED = 8
 """Latest unused sets with names, and latest empty sets, that a diagnosis reads of each source and module. A module's
@@ -52,7 +53,7 @@ _decode_names = msgspec.json.Decoder(list[str]).decode
 
 def latest(
     connection: Connection,
-    sources: CTE,
+    sources: SelectedSources,
     *,
     module: int | None = None,
     limit: int = _MAX_SETS,
@@ -100,13 +101,15 @@ class _Names:
         return wire.Unused(step=text.step, module=text.module, locally=locally, globally=globally)
 
 
-def _latest_keys(connection: Connection, sources: CTE, module: int | None, limit: int, each: int | None) -> list[_Key]:
+def _latest_keys(
+    connection: Connection, sources: SelectedSources, module: int | None, limit: int, each: int | None
+) -> list[_Key]:
     """Keys of the sets, the latest of all ranks first. Reads the index alone."""
     c = schema.unused.c
     numbered = (
         select(sources.c.rank, c.run_id, c.source, c.seq, c.position, unused_number())
-        .select_from(sources)
-        .join(*_by_source(sources))
+        .select_from(sources.cte)
+        .join(*sources.joined(schema.unused))
         .where(*([] if module is None else [c.module == module]))
         .subquery()
         .c
@@ -139,8 +142,3 @@ def unused_number() -> Any:
     c = schema.unused.c
     kind, newest = (c.run_id, c.source, c.module, c.names > 0), (c.seq.desc(), c.position.desc())
     return func.row_number().over(partition_by=kind, order_by=newest).label("number")
-
-
-def _by_source(sources: CTE) -> tuple[Any, Any]:
-    c = schema.unused.c
-    return schema.unused, (c.run_id == sources.c.run_id) & (c.source == sources.c.source)

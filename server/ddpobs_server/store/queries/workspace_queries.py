@@ -47,6 +47,5 @@ def attempt_ranks(connection: Connection, run: str, attempt: str) -> set[int]:
     s, p = schema.sources.c, schema.peer_totals.c
     of_attempt = (s.run_id == run) & (s.attempt == attempt)
     ranks = connection.execute(select(s.rank).where(of_attempt).distinct()).scalars().all()
-    reporting = (p.run_id == s.run_id) & (p.source == s.source)
-    described = select(p.rank).join(schema.sources, reporting).where(p.run_id == run, s.attempt == attempt).distinct()
+    described = select(p.rank).join(schema.sources, p.source == s.source).where(p.run_id == run, of_attempt).distinct()
     return {int(rank) for rank in [*ranks, *connection.execute(described).scalars()]}

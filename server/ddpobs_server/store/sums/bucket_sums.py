@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import CTE, Connection, Dialect, and_, bindparam, or_, select
+from sqlalchemy import Connection, Dialect, and_, bindparam, or_, select
 
 from ddpobs import wire
 from ddpobs_server.store import schema
-from ddpobs_server.store.database.sql import compiled, insert
+from ddpobs_server.store.database.sql import compiled, execute_rows, insert
 from ddpobs_server.store.rows import BucketRollup
+from ddpobs_server.store.selected_sources import SelectedSources
 
 SUMS = ("steps", "compute_ns", "comm_ns", "exposed_ns")
 Table = npt.NDArray[np.float64]
@@ -75,16 +76,14 @@ def add(connection: Connection, sums: Mapping[Key, Table]) -> Counter[str]:
         group = keys[first : first + _GROUP_ROWS]
         stored = _stored(connection, group)
         rows = [(*key, _pack(add_tables(stored[key], sums[key]) if key in stored else sums[key])) for key in group]
-        sql, order = _upsert(connection.dialect)
-        values = rows if order else [dict(zip((*_KEY, "sums"), row, strict=True)) for row in rows]
-        connection.exec_driver_sql(sql, values)
+        execute_rows(connection, _upsert(connection.dialect), rows)
         for key, row in zip(group, rows, strict=True):
             growth[key[0]] += len(row[-1]) - (stored[key].nbytes if key in stored else 0)
     return growth
 
 
 def read_named(
-    connection: Connection, sources: CTE, size_of: Mapping[tuple[str, int, int], Sizes]
+    connection: Connection, sources: SelectedSources, size_of: Mapping[tuple[str, int, int], Sizes]
 ) -> tuple[list[tuple[str, BucketRollup]], list[tuple[str, int, int]]]:
     """The sums of the buckets that a layout names. Rows of other modules and revisions are not read.
 
@@ -97,11 +96,11 @@ def read_named(
         (run, sums) over all ranks by module, revision and bucket; and (run, rank, bytes of buckets reduced).
     """
     c, named = schema.bucket_sums.c, schema.layouts.c
-    of_run = (named.run_id == sources.c.run_id) & (named.source == sources.c.source)
-    layouts = select(named.run_id, named.module, named.revision).join(sources, of_run).distinct().subquery().c
+    sent = select(named.run_id, named.module, named.revision).select_from(sources.cte)
+    layouts = sent.join(*sources.joined(schema.layouts)).distinct().subquery().c
     same_layout = (layouts.run_id == c.run_id) & (layouts.module == c.module) & (layouts.revision == c.revision)
     query = select(sources.c.run_id, sources.c.rank, c.module, c.revision, c.sums)
-    query = query.join(schema.bucket_sums, (c.run_id == sources.c.run_id) & (c.source == sources.c.source))
+    query = query.join(*sources.joined(schema.bucket_sums))
     query = query.join(layouts.run_id.table, same_layout)
     totals: dict[tuple[str, int, int], Table] = {}
     reduced: dict[tuple[str, int], float] = {}
@@ -116,14 +115,14 @@ def read_named(
     return _by_bucket(totals), [(run, rank, int(size_bytes)) for (run, rank), size_bytes in reduced.items()]
 
 
-def read(connection: Connection, sources: CTE, limit: int) -> tuple[list[tuple[str, BucketRollup]], bool]:
+def read(connection: Connection, sources: SelectedSources, limit: int) -> tuple[list[tuple[str, BucketRollup]], bool]:
     """(run, sums) over all ranks by module, revision and bucket, at most `limit` buckets; and whether some are missing.
 
     Once the limit is reached, modules and revisions that were not seen before are left out.
     """
     c = schema.bucket_sums.c
     query = select(sources.c.run_id, sources.c.rank, c.module, c.revision, c.sums)
-    query = query.join(schema.bucket_sums, (c.run_id == sources.c.run_id) & (c.source == sources.c.source))
+    query = query.join(*sources.joined(schema.bucket_sums))
     totals: dict[tuple[str, int, int], Table] = {}
     is_short = False
     for group in connection.execute(query.execution_options(yield_per=_GROUP_ROWS)).partitions():
@@ -171,21 +170,21 @@ def _unpack(packed: bytes) -> Table:
 def _stored(connection: Connection, keys: list[Key]) -> dict[Key, Table]:
     values = {f"{name}_{index}": value for index, key in enumerate(keys) for name, value in zip(_KEY, key, strict=True)}
     sql, order = _lookup(connection.dialect, len(keys))
-    rows = connection.exec_driver_sql(sql, tuple(values[name] for name in order) if order else values)
+    rows = connection.exec_driver_sql(sql, tuple(values[name] for name in order))
     return {(run, source, module, revision): _unpack(packed) for run, source, module, revision, packed in rows}
 
 
 @cache
 def _lookup(dialect: Dialect, count: int) -> tuple[str, tuple[str, ...]]:
-    """SQL that finds `count` rows by their keys, and the order of its parameters if they have no names."""
+    """SQL that finds `count` rows by their keys, and the names of its parameters in order."""
     c = schema.bucket_sums.c
     conditions = [and_(*(c[name] == bindparam(f"{name}_{index}") for name in _KEY)) for index in range(count)]
     return compiled(select(schema.bucket_sums).where(or_(*conditions)), dialect)
 
 
 @cache
-def _upsert(dialect: Dialect) -> tuple[str, tuple[str, ...]]:
-    """SQL that inserts a row or replaces the row with its key, and the order of its parameters likewise."""
+def _upsert(dialect: Dialect) -> str:
+    """SQL that inserts a row or replaces the row with its key; its parameters are the columns in order."""
     statement = insert(dialect.name, schema.bucket_sums)
     upsert = statement.on_conflict_do_update(index_elements=_KEY, set_={"sums": statement.excluded.sums})
-    return compiled(upsert, dialect)
+    return compiled(upsert, dialect)[0]

@@ -10,13 +10,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sqlalchemy import CTE, Connection, case, select
+from sqlalchemy import Connection, case, select
 
 from ddpobs import wire
 from ddpobs.shared.silence import SUMMED_STEPS_SILENCE_NS
 from ddpobs_server.store import schema
 from ddpobs_server.store.database.sql import float_sum
 from ddpobs_server.store.rows import Run
+from ddpobs_server.store.selected_sources import SelectedSources
 
 NAMES = ("steps", "comm_ns", *(f"{phase}_ns" for phase in wire.PHASES))
 Sums = dict[int, tuple[int, ...]]
@@ -45,7 +46,7 @@ class PhaseTotals:
     def read(
         self,
         connection: Connection,
-        sources: CTE,
+        sources: SelectedSources,
         runs: list[Run],
         *,
         steps: dict[str, int],
@@ -79,7 +80,7 @@ class PhaseTotals:
             return totals
 
     def _grow(
-        self, connection: Connection, sources: CTE, slowest: dict[str, int], cached: dict[str, _CachedSums]
+        self, connection: Connection, sources: SelectedSources, slowest: dict[str, int], cached: dict[str, _CachedSums]
     ) -> None:
         """Add the windows to the cache that all ranks have completed."""
         until = {
@@ -106,7 +107,7 @@ def _slowest_steps(last_seen: LastSeen) -> dict[str, int]:
 
 
 def _window_sums(
-    connection: Connection, sources: CTE, windows: Mapping[str, tuple[int, int | None]]
+    connection: Connection, sources: SelectedSources, windows: Mapping[str, tuple[int, int | None]]
 ) -> dict[str, Sums]:
     """Sums over the windows [begin, end) of each run in `windows`."""
     if not windows:
@@ -115,7 +116,8 @@ def _window_sums(
     begin = case({name: begin for name, (begin, _) in windows.items()}, value=run, else_=2**62)
     query = (
         select(run, sources.c.rank, *(float_sum(c[name]) for name in NAMES))
-        .join(schema.rollups, (c.run_id == run) & (c.source == sources.c.source) & (c.step_window >= begin))
+        .join(*sources.joined(schema.rollups))
+        .where(c.step_window >= begin)
         .group_by(run, sources.c.rank)
     )
     ends = {name: end for name, (_, end) in windows.items() if end is not None}

@@ -119,21 +119,19 @@ def keep_step_bin(connection: Connection, run: str, attempt: str, number: int) -
 
 def mark_stale(connection: Connection, steps: Iterable[tuple[str, str, wire.Ints]]) -> None:
     """Mark the bins as stale that hold some of these steps: (run, attempt, steps)."""
-    keys = sorted({(run, attempt, *extent) for run, attempt, own in steps for extent in _extents(own)})
-    if keys:
-        sql, order = compiled(_MARK_STALE, connection.dialect)
-        rows = [dict(zip(("the_run", "the_attempt", "low", "high"), key, strict=True)) for key in keys]
-        values = [tuple(row[name] for name in order) for row in rows] if order else rows
-        connection.exec_driver_sql(sql, values)
+    numbers: dict[tuple[str, str], set[int]] = {}
+    for run, attempt, own in steps:
+        numbers.setdefault((run, attempt), set()).update(_bins(own))
+    sql, order = compiled(_MARK_STALE, connection.dialect)
+    for (run, attempt), bins in sorted(numbers.items()):
+        for low, high in ranges(np.array(sorted(bins))):
+            values = {"the_run": run, "the_attempt": attempt, "low": low, "high": high}
+            connection.exec_driver_sql(sql, tuple(values[name] for name in order))
 
 
-def _extents(steps: wire.Ints) -> Iterator[tuple[int, int]]:
-    """First and last of consecutive bins of steps."""
+def _bins(steps: wire.Ints) -> Iterable[int]:
     first, last = int(steps.min()) // BIN_STEPS, int(steps.max()) // BIN_STEPS
-    if last - first <= 1:
-        yield first, last
-    else:
-        yield from ranges(np.unique(steps // BIN_STEPS))
+    return (first, last) if last - first <= 1 else np.unique(steps // BIN_STEPS).tolist()
 
 
 def ranges(numbers: wire.Ints) -> Iterator[tuple[int, int]]:

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import CTE, Connection, and_, func, or_, select
+from sqlalchemy import Connection, and_, func, or_, select
 
 from ddpobs_server.store import schema
+from ddpobs_server.store.selected_sources import SelectedSources
 
 _GROUP = 16
 """Sets that a statement looks up: each may have 16 MB."""
@@ -67,7 +68,7 @@ class UnusedNames:
         self._size = 0
         self._lock = threading.Lock()
 
-    def counts(self, connection: Connection, sources: CTE) -> dict[str, int]:
+    def counts(self, connection: Connection, sources: SelectedSources) -> dict[str, int]:
         """Parameters without a gradient on some rank, by run.
 
         If the names of all ranks are too many to be read, the count is the largest of those that are known: of the
@@ -136,16 +137,15 @@ def _count(sets: Sequence[_Set], hashes: Mapping[_Key, _Hashes]) -> int:
     return sum(max(most, distinct.get(module, 0)) for module, most in longest.items())
 
 
-def _latest(connection: Connection, sources: CTE) -> Iterator[_Set]:
+def _latest(connection: Connection, sources: SelectedSources) -> Iterator[_Set]:
     """The latest set of each source and module. Reads the index alone."""
     c = schema.unused.c
     order = (c.seq.desc(), c.position.desc())
     number = func.row_number().over(partition_by=(c.run_id, c.source, c.module), order_by=order).label("number")
-    same = (c.run_id == sources.c.run_id) & (c.source == sources.c.source)
     latest = (
         select(c.run_id, c.source, c.seq, c.position, c.module, c.names, number)
-        .select_from(sources)
-        .join(schema.unused, same)
+        .select_from(sources.cte)
+        .join(*sources.joined(schema.unused))
         .subquery()
         .c
     )

@@ -8,6 +8,7 @@ from sqlalchemy.exc import DatabaseError
 from sqlalchemy.schema import CreateTable
 
 from ddpobs import wire
+from ddpobs_server.store.database import distribution
 from ddpobs_server.store.database.database_errors import LostDatabaseError
 from ddpobs_server.store.writing import ingest
 
@@ -27,10 +28,12 @@ def now_ns(connection: Connection) -> int:
 
 
 def size_bytes(connection: Connection) -> int:
-    """Size of the database on disk."""
+    """Size of the database on disk, on all nodes of a cluster."""
     if connection.dialect.name == "sqlite":
         pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
         return int(pages) * int(connection.exec_driver_sql("PRAGMA page_size").scalar_one())
+    if distribution.is_distributed(connection):
+        return distribution.size_bytes(connection)
     return int(connection.execute(select(func.pg_database_size(func.current_database()))).scalar_one())
 
 

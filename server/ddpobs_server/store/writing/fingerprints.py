@@ -12,11 +12,11 @@ from hashlib import blake2b
 from typing import Any
 
 import zstandard
-from sqlalchemy import CTE, Connection, func, select, tuple_
+from sqlalchemy import Connection, func, select, tuple_
 
 from ddpobs import wire
 from ddpobs_server.store import schema
-from ddpobs_server.store.queries.aggregate_queries import sources_of_attempt
+from ddpobs_server.store.selected_sources import sources_of_attempt
 
 KEPT = 64
 """Latest samples of each source and module that stay, besides the first."""
@@ -117,8 +117,8 @@ def _compared(connection: Connection, run: str, attempt: str) -> list[tuple[int,
     sample = (_f.module, _f.synchronised)
     query = (
         select(*sample, func.count(_f.digest.distinct()))
-        .join(sources, _of(sources))
-        .where(_f.run_id == run)
+        .select_from(sources.cte)
+        .join(*sources.joined(schema.fingerprints))
         .group_by(_f.run_id, *sample)
         .having(func.count(sources.c.rank.distinct()) > 1)
     )
@@ -140,8 +140,8 @@ def _read(
     """
     sources = sources_of_attempt(run, attempt)
     module, step = sample
-    wanted = (_f.run_id == run, _f.module == module, _f.synchronised == step)
-    query = select(sources.c.rank, _f.digest, *_KEY).join(sources, _of(sources)).where(*wanted)
+    query = select(sources.c.rank, _f.digest, *_KEY).select_from(sources.cte).join(*sources.joined(schema.fingerprints))
+    query = query.where(_f.module == module, _f.synchronised == step)
     ranks = {rank: (bytes(digest), tuple(key)) for rank, digest, *key in connection.execute(query)}
     frequent = [digest for digest, _ in Counter(digest for digest, _ in ranks.values()).most_common(_MAX_BODIES)]
     keys = dict(ranks.values())  # One row of each digest.
@@ -156,7 +156,3 @@ def _read(
             size_bytes += len(packed)
             bodies[bytes(digest)] = wire.unpack(packed, wire.Fingerprint)
     return [(rank, bodies[digest]) for rank, (digest, _) in sorted(ranks.items()) if digest in bodies], size_bytes
-
-
-def _of(sources: CTE) -> Any:
-    return (sources.c.run_id == _f.run_id) & (sources.c.source == _f.source)

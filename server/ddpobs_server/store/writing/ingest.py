@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
+from itertools import chain
+from operator import add, itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,7 +25,7 @@ from sqlalchemy import Connection, Table, case, select, update
 
 from ddpobs import wire
 from ddpobs_server.store import chunks, endings, schema
-from ddpobs_server.store.database.sql import compiled, execute_many, insert_many
+from ddpobs_server.store.database.sql import compiled, distinct, execute_many, execute_rows, insert_many, with_rows
 from ddpobs_server.store.sums import bucket_sums, rollups, stored_bins
 from ddpobs_server.store.writing import deleted_attempts, ingest_sql, records, sent_once
 
@@ -124,14 +125,11 @@ def _claim(connection: Connection, arrivals: Sequence[Arrival]) -> set[tuple[str
     The rule also holds between collectors on the same database.
     """
     first = {arrival.key: arrival for arrival in reversed(arrivals)}
-    values = {
-        f"{name}_m{index}": value
-        for index, (_, arrival) in enumerate(sorted(first.items(), key=itemgetter(0)))
-        for name, value in _batch_row(arrival).items()
-    }
-    sql, names = ingest_sql.claim_sql(connection.dialect, len(first))
-    rows = connection.exec_driver_sql(sql, itemgetter(*names)(values) if names else values)
-    return {(row[0], row[1], row[2]) for row in rows}
+    rows = [_batch_row(arrival) for _, arrival in sorted(first.items(), key=itemgetter(0))]
+    sql, names = compiled(ingest_sql.claim(connection.dialect.name), connection.dialect, tuple(rows[0]))
+    values = chain.from_iterable(map(itemgetter(*names), rows))
+    claimed = connection.exec_driver_sql(with_rows(sql, len(rows)), tuple(values))
+    return {(row[0], row[1], row[2]) for row in claimed}
 
 
 def _batch_row(arrival: Arrival) -> dict[str, Any]:
@@ -199,8 +197,8 @@ def _touch_and_lock_run(connection: Connection, run: str, batches: Sequence[Arri
 
 def _attempts_of(connection: Connection, run: str) -> tuple[str | None, dict[str, int]]:
     """The run's latest attempt, None if it has no attempt yet, and the ordinals of all attempts."""
-    sql, order = ingest_sql.attempts_sql(connection.dialect)
-    rows = connection.exec_driver_sql(sql, (run,) if order else {"run": run}).all()
+    sql, names = ingest_sql.attempts_sql(connection.dialect)
+    rows = connection.exec_driver_sql(sql, (run,) * len(names)).all()
     return rows[0][2] if rows else None, {attempt: ordinal for attempt, ordinal, _ in rows}
 
 
@@ -229,9 +227,10 @@ def _takes_over(connection: Connection, batch: wire.Batch, latest: str, arrivals
 
 def _touch_sources(connection: Connection, arrivals: Sequence[Arrival]) -> None:
     """Update sources. A source keeps its attempt, which bounds a run's attempts by its sources, and its rank."""
-    rows = sorted(map(_source_row, arrivals), key=lambda row: (row["run_id"], row["source"]))
-    if execute_many(connection, ingest_sql.source_upsert(connection.dialect.name), rows) != len(rows):
-        raise UnstorableBatchError("attempt, rank: expected those of this source's earlier batches, got others")
+    key = itemgetter("run_id", "source")
+    for rows in distinct(sorted(map(_source_row, arrivals), key=key), key):
+        if execute_many(connection, ingest_sql.source_upsert(connection.dialect.name), rows) != len(rows):
+            raise UnstorableBatchError("attempt, rank: expected those of this source's earlier batches, got others")
 
 
 def _source_row(arrival: Arrival) -> dict[str, Any]:
@@ -336,13 +335,15 @@ def _add(connection: Connection, table: Table, parts: Iterable[tuple[Sequence[wi
         parts: Sums, and the batches that they belong to.
     """
     names = tuple(table.columns.keys())  # The primary key's columns are first.
-    rows: list[tuple[Any, ...]] = []
+    width = len(table.primary_key)
+    totals: dict[tuple[Any, ...], tuple[int, ...]] = {}
     for batches, sums in parts:
         row_batches = [batches[index] for index in sums["batch"]]
         keys = {"run_id": [batch.run for batch in row_batches], "source": [batch.source for batch in row_batches]}
         columns = {**sums, **keys}
-        rows += zip(*(columns[name] for name in names), strict=True)
-    rows.sort()
-    if rows:
-        sql, order = compiled(ingest_sql.sum_upsert(connection.dialect.name, table), connection.dialect, names)
-        connection.exec_driver_sql(sql, rows if order else [dict(zip(names, row, strict=True)) for row in rows])
+        for row in zip(*(columns[name] for name in names), strict=True):
+            key, values = row[:width], row[width:]
+            totals[key] = tuple(map(add, totals[key], values)) if key in totals else values
+    if totals:
+        sql, _ = compiled(ingest_sql.sum_upsert(connection.dialect.name, table), connection.dialect, names)
+        execute_rows(connection, sql, [(*key, *values) for key, values in sorted(totals.items())])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from sqlalchemy import Dialect, Table, bindparam, case, func, or_, select, text
+from sqlalchemy import BindParameter, Dialect, Table, bindparam, case, func, or_, select, text
 
 from ddpobs_server.store import endings, schema
 from ddpobs_server.store.database.sql import compiled, insert
@@ -15,17 +15,16 @@ from ddpobs_server.store.database.sql import compiled, insert
 def attempts_sql(dialect: Dialect) -> tuple[str, tuple[str, ...]]:
     """SQL that reads a run's attempts with their ordinals, and its latest attempt."""
     c, r = schema.attempts.c, schema.runs.c
-    query = select(c.attempt, c.ordinal, r.attempt).where(c.run_id == r.run_id, r.run_id == bindparam("run"))
+    run: BindParameter[str] = bindparam("run")
+    query = select(c.attempt, c.ordinal, r.attempt).where(c.run_id == run, r.run_id == run)
     return compiled(query, dialect)
 
 
 @cache
-def claim_sql(dialect: Dialect, count: int) -> tuple[str, tuple[str, ...]]:
-    """SQL that inserts `count` batches; the second batch's parameters are named `run_id_m1`, ..."""
+def claim(dialect: str) -> Any:
+    """An insert of a batch, which returns its key if it is new."""
     c = schema.batches.c
-    rows = [dict.fromkeys(c.keys()) for _ in range(count)]
-    statement = insert(dialect.name, schema.batches).values(rows).on_conflict_do_nothing()
-    return compiled(statement.returning(c.run_id, c.source, c.seq), dialect)
+    return insert(dialect, schema.batches).on_conflict_do_nothing().returning(c.run_id, c.source, c.seq)
 
 
 @cache

@@ -103,7 +103,7 @@ def _of_two(first: str, second: str, rank: int) -> str:
 
 def _execute(connection: Connection, compiled_sql: tuple[str, tuple[str, ...]], values: dict[str, Any]) -> list[Any]:
     sql, order = compiled_sql
-    return list(connection.exec_driver_sql(sql, tuple(values[name] for name in order) if order else values).all())
+    return list(connection.exec_driver_sql(sql, tuple(values[name] for name in order)).all())
 
 
 @cache
