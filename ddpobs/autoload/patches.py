@@ -218,25 +218,25 @@ def _watch_failures(module: Any) -> None:
     module.ProcessFailure.__post_init__ = __post_init__
 
 
-def _watch_errors() -> None:
+def _watch_errors() -> bool:
     """In a rank, report an error that ends it before its first model; a program that a rank starts is no rank.
 
-    A place that it leaves lets `ddpobs run` report a signal that ends it.
+    A place that it leaves lets `ddpobs run` report a signal that ends it. Returns whether this process is a rank.
     """
     if not any(os.environ.get(name) for name in _RANKS):
-        return
+        return False
     own = ":".join(os.environ.get(name, "") for name in (*_RANKS, "LOCAL_RANK", "TORCHELASTIC_ERROR_FILE"))
     if os.environ.get(_RANK) == own or "DDPOBS_RANK_PROCESSES" in os.environ:
-        return
+        return False
     try:
         from ddpobs.recording.place.early_place import end_in_order, leave, rank_of, remove
 
         if rank_of(os.environ) is None:
-            return
+            return False
         leave(os.environ)
     except Exception as failure:
         _print(f"errors before the first model are not reported: {failure}")
-        return
+        return False
     os.environ[_RANK] = own
     environ = dict(os.environ)  # The script may change the variables.
     original, pid = sys.excepthook, os.getpid()
@@ -270,6 +270,17 @@ def _watch_errors() -> None:
             end_in_order(environ)
 
     atexit.register(end)
+    return True
+
+
+def _check_hosts() -> None:
+    """Measure this host together with the other ranks, before the script begins; ends this rank if one is slow."""
+    try:
+        from ddpobs.launch.host_check.gate import pass_check
+
+        pass_check(os.environ)
+    except Exception as failure:
+        _print(f"hosts are not compared, because of {failure!r}")
 
 
 def _advise(_model: Any) -> None:
@@ -317,7 +328,8 @@ def _begin() -> None:
         if name in sys.modules:
             _PATCHES[name](sys.modules[name])
     sys.meta_path.insert(0, _Finder())
-    _watch_errors()
+    if _watch_errors() and "DDPOBS_CHECK_HOSTS" in os.environ:
+        _check_hosts()
 
 
 _begin()

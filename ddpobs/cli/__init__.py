@@ -1,6 +1,7 @@
 """The `ddpobs` command: run a training with telemetry, send a spool, and read the collector's responses."""
 
 from ddpobs.cli import (  # noqa: F401 - each adds its commands
+    check_hosts,
     compare,
     export,
     fleet,

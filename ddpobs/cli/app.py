@@ -46,6 +46,7 @@ class _InOrderOfUse(TyperGroup):
 
     _ORDER = (
         "run",
+        "check-hosts",
         "horovodrun",
         "list",
         "report",

@@ -12,8 +12,11 @@ import ddpobs
 from ddpobs.cli.app import TRAIN, CollectorOption, checked, main, settings
 from ddpobs.config import TelemetryConfig
 from ddpobs.export.spool import folder_of
+from ddpobs.launch.host_check.order import VARIABLE, Order
 from ddpobs.launch.start import supervise
 from ddpobs.recording.place.last_place import FOLDER
+
+RunOption = Annotated[str | None, typer.Option("--run", help="Run id; by default DDPOBS_RUN, or the launcher's.")]
 
 
 @main.command(
@@ -24,9 +27,7 @@ from ddpobs.recording.place.last_place import FOLDER
 def run(
     command: Annotated[list[str], typer.Argument(help="Command of the training, after `--`.")],
     collector: CollectorOption = None,
-    run_id: Annotated[
-        str | None, typer.Option("--run", help="Run id; by default DDPOBS_RUN, or the launcher's.")
-    ] = None,
+    run_id: RunOption = None,
 ) -> None:
     """Run a command and its child processes with telemetry.
 
@@ -37,14 +38,20 @@ def run(
     start(config, command, checked(config, run=run_id).run or "" if run_id is not None else None)
 
 
-def start(config: TelemetryConfig, command: list[str], run_id: str | None = None) -> NoReturn:
+def start(
+    config: TelemetryConfig, command: list[str], run_id: str | None = None, check: Order | None = None
+) -> NoReturn:
     """Become the supervisor of a command with telemetry.
 
     Args:
         config: The settings.
         command: The program and its arguments.
         run_id: The run; None for the environment's.
+        check: What the ranks check before the script begins; None for nothing.
     """
+    os.environ.pop(VARIABLE, None)
+    if check is not None:
+        os.environ[VARIABLE] = check.text()
     environ = dict(os.environ, DDPOBS_TELEMETRY=config.collector)
     if run_id is not None:
         environ["DDPOBS_RUN"] = run_id

@@ -18,12 +18,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpobs.launch.host_check.order import SLOW_HOST, noted
 from ddpobs.recording.place.place_file import (
     IDENTITY_AT,
     PHASES,
     SIZE,
     SUFFIX,
     Slot,
+    hosts_file,
     identity_of,
     interrupt_file,
     is_running,
@@ -97,6 +99,10 @@ class Ranks:
         self.reports: set[int] = set()
         threading.Thread(target=self._watch, name="ddpobs-ranks", daemon=True).start()
 
+    def checked(self) -> int | None:
+        """Return what a rank on this host noted of the check of the hosts: `SLOW_HOST`, 0, or None without a check."""
+        return noted(self._folder, self._launch.id)
+
     def note_interrupt(self) -> None:
         """Show the ranks, and whoever reports them, that SIGINT has arrived."""
         with suppress(OSError):
@@ -126,7 +132,8 @@ class Ranks:
                 if rank is not None and rank.pid == pid:
                     with suppress(OSError):
                         _write(rank.path, Slot.EXIT_SEEN, 1, status)
-            self._report(0.0, 0 if joined_file(self._folder, self._launch.id).exists() else status)
+            is_explained = joined_file(self._folder, self._launch.id).exists() or self.checked() == SLOW_HOST
+            self._report(0.0, 0 if is_explained else status)
 
     def close(self) -> None:
         """Remove the notes, but that of an interrupt if a rank's place still needs it, and old ones of other launches.
@@ -137,7 +144,7 @@ class Ranks:
         with suppress(OSError):
             is_needed = any(rank.path.exists() for rank in ranks if not _ended_in_order(rank))
             for launch in (self._launch.id, "*"):
-                for file in (interrupt_file, joined_file):
+                for file in (interrupt_file, joined_file, hosts_file):
                     for note in self._folder.glob(file(Path(), launch).name):
                         is_own = launch != "*" and not (is_needed and file is interrupt_file)
                         if is_own or time.time() - note.stat().st_mtime > _OLD_S:

@@ -47,7 +47,7 @@ def supervise(
         keep_output: Whether a report of a failure may have the last lines of the command's stderr.
     """
     launch, parent = new_launch(), os.getpid()
-    end_with_parent = _ending_with(parent)
+    end_with_parent = ending_with(parent)
     sys.stdout.flush()
     sys.stderr.flush()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -80,7 +80,7 @@ def script_of(command: Sequence[str]) -> str:
     return next((word for word in command if word.endswith(".py")), command[0])
 
 
-def _ending_with(parent: int) -> Callable[[], object]:
+def ending_with(parent: int) -> Callable[[], object]:
     """Return a function that makes this process end with its parent, whatever ends that; loads its library before."""
     if sys.platform != "linux":
         return lambda: None

@@ -111,6 +111,14 @@ def end_as(status: int) -> NoReturn:
     os._exit(os.waitstatus_to_exitcode(status))
 
 
+def _after_check(checked: int | None, status: int) -> int:
+    """Return the status of a launch whose hosts were to be checked: that of a slow host goes before the command's."""
+    if VARIABLE in os.environ and checked is None:
+        reason = "no rank was started: torchrun, mpiexec or the variable RANK makes a process a rank"
+        print(f"ddpobs: hosts are not compared, because {reason}", file=sys.stderr, flush=True)  # noqa: T201
+    return SLOW_HOST << 8 if checked == SLOW_HOST else status
+
+
 def _let_go_of_streams(kept: list[int]) -> None:
     """Keep stderr and these: a reader of the command's output must see its end when the command closes it."""
     null = os.open(os.devnull, os.O_RDWR)
@@ -137,6 +145,7 @@ def main(  # noqa: PLR0917
     status = 0
     try:
         status = Supervisor(int(pid), ranks, Witness(witness_pid, (pipe[0], pipe[1])), output).run()
+        status = _after_check(ranks.checked(), status)
     except Exception as error:
         print(f"ddpobs: the command is no longer supervised: {error!r}", file=sys.stderr, flush=True)  # noqa: T201
         status = os.waitpid(int(pid), 0)[1]
@@ -149,6 +158,7 @@ def main(  # noqa: PLR0917
 
 if __name__ == "__main__":
     sys.path.append(sys.argv[2])
+    from ddpobs.launch.host_check.order import SLOW_HOST, VARIABLE
     from ddpobs.launch.output import Output
     from ddpobs.launch.ranks import Launch, Ranks
     from ddpobs.launch.witness import Witness

@@ -47,6 +47,7 @@ NOT_RUN = {
     r"^pg_dump |^pg_restore ": "tests/server/operations/test_backup.py runs both",
     r"-- accelerate launch |-- python train.py": "tests/integration/test_frameworks.py starts both",
     r"torchrun .*train_horovod.py|^DDPOBS_TELEMETRY=\S+ torchrun ": "tests/integration/test_frameworks.py starts it",
+    r"^ddpobs check-hosts ": "tests/integration/test_check_hosts.py checks ranks",
     r"^openapi-python-client ": "tests/server/api/test_openapi.py generates a client and uses it",
     r"^ddpobs horovodrun ": "tests/integration/test_frameworks.py starts ranks with it",
     r"^torchrun --nnodes 2:4 ": "needs several hosts; tests/horovod/test_elastic.py restarts ranks on one",

@@ -171,3 +171,8 @@ def interrupt_file(folder: Path, launch: str) -> Path:
 def joined_file(folder: Path, launch: str) -> Path:
     """Return the file that exists once a rank under that `ddpobs run` has reported itself."""
     return folder / f"{launch}.joined"
+
+
+def hosts_file(folder: Path, launch: str) -> Path:
+    """Return the file in which a rank under that `ddpobs check-hosts` notes the result."""
+    return folder / f"{launch}.hosts"

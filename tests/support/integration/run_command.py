@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.rig.training import PATIENT, ROOT
@@ -11,13 +12,15 @@ from benchmarks.rig.training import PATIENT, ROOT
 NO_COLLECTOR = "http://127.0.0.1:9"
 
 
-def command(*arguments: object, url: str = NO_COLLECTOR, run: str = "r") -> dict[str, Any]:
-    """Return arguments for `subprocess.Popen` that start Python under `ddpobs run`."""
+def command(
+    *arguments: object, url: str = NO_COLLECTOR, run: str = "r", by: Sequence[str] = ("run",)
+) -> dict[str, Any]:
+    """Return arguments for `subprocess.Popen` that start Python under `ddpobs run`, or another command of ddpobs."""
     ddpobs_run = [
         sys.executable,
         "-c",
         "from ddpobs.cli import main; main()",
-        "run",
+        *by,
         "--collector",
         url,
         "--run",
