@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import duckdb
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks.rig.collector import collector
+from benchmarks.rig.training import ROOT
 from ddpobs import wire
 from ddpobs.cli import main
 from ddpobs.imports import exported, parquet
@@ -43,3 +47,30 @@ def test_hostile_texts_are_exported_and_read_back_as_they_were_sent(tmp_path: Pa
         assert (trace.host, trace.device, trace.backend) == (hello.host, hello.device, hello.backend)
         (read,) = exported._facts(parquet.read(file, [])).layouts
         assert wire.pack_json(read) == wire.pack_json(layout)
+
+
+def test_the_documented_query_finds_the_slow_host_of_several_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    own_ms, count = {"node0": 60, "node1": 60, "node2": 80}, 36
+    with collector(tmp_path) as running:
+        for run in ("first", "second"):
+            for rank, (host, own) in enumerate(own_ms.items()):
+                hello = wire.Hello(host=host, pid=7, device="cpu", backend="gloo", versions={})
+                rows = steps(0, count, own_ns=np.array([wire.UNKNOWN, *[own * 10**6] * (count - 1)]))
+                assert put(running.url, batch(run, rank=rank, hello=hello, world_size=3, steps=rows)).is_success
+            exported_to = ["-o", f"runs/{run}.parquet", "--collector", running.url]
+            done = CliRunner().invoke(main, ["export", run, *exported_to])
+            assert done.exit_code == 0, done.output
+    (query,) = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "fleet.md").read_text(), re.DOTALL)
+    answer = duckdb.sql(query)
+    assert answer is not None
+    found = [(host, runs, hours, late) for _, host, runs, hours, late in answer.fetchall()]
+    expected = {host: (own - 60) / 100 * (count - 1) / count for host, own in own_ms.items()}
+    assert found[0][0] == "node2"
+    for host, runs, hours, late in found:
+        assert (runs, hours) == (2, pytest.approx(2 * count * 0.1 / 3600))
+        assert late == pytest.approx(expected.pop(host))
+    assert expected == {}
