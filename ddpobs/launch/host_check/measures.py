@@ -5,20 +5,18 @@ Each measure lasts for a window of time, however slow the host is, and all ranks
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
 
 from ddpobs.launch.host_check.order import ALL_REDUCE, DISK, EXCHANGE, MATRIX, MEMORY
-
-UNKNOWN = float("nan")
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Measures(AbstractContextManager["Measures"]):
             (MEMORY, lambda: self._memory_copies(sizes)),
             (DISK, lambda: self._disk_writes(folder)),
         ):
-            with _Failure(self.failures, measure):
+            with _noting_failure(self.failures, measure):
                 self._local[measure] = prepare()
         carrier = device if fabric is not None else torch.device("cpu")
         self._sent, self._received = (torch.zeros(sizes.message_bytes // 4, device=carrier) for _ in range(2))
@@ -82,14 +80,14 @@ class Measures(AbstractContextManager["Measures"]):
         """Measure for that long together with all ranks; returns operations or bytes a second, NaN if not known."""
         if measure == EXCHANGE:
             rates = [self._exchange(partner, window_s / len(self._partners)) for partner in self._partners]
-            return max((rate for rate in rates if rate == rate), default=UNKNOWN)  # noqa: PLR0124
+            return max((rate for rate in rates if not math.isnan(rate)), default=math.nan)
         dist.barrier()
         if measure == ALL_REDUCE:
             return self._all_reduce(window_s)
-        with _Failure(self.failures, measure):
+        with _noting_failure(self.failures, measure):
             if measure not in self.failures:
                 return _rate(self._local[measure], window_s)
-        return UNKNOWN
+        return math.nan
 
     def _matrix_products(self, sizes: Sizes) -> Callable[[], float]:
         matrix = torch.randn(sizes.matrix, sizes.matrix, device=self._device).to(sizes.dtype)
@@ -129,7 +127,7 @@ class Measures(AbstractContextManager["Measures"]):
         """Exchange messages with a rank; the one with the lower number says in each message whether another follows."""
         dist.barrier()
         if partner is None:
-            return UNKNOWN
+            return math.nan
         leads, began, count = dist.get_rank() < partner, time.perf_counter(), 0
         while True:
             self._sent[0] = float(time.perf_counter() - began < window_s)
@@ -161,20 +159,13 @@ class Measures(AbstractContextManager["Measures"]):
             torch.cuda.synchronize(self._device)
 
 
-class _Failure:
-    """Notes an error of a rank's own work: the other ranks wait at the next measure, so this one goes on."""
-
-    def __init__(self, failures: dict[int, str], measure: int) -> None:
-        self._failures, self._measure = failures, measure
-
-    def __enter__(self) -> None:
-        """Begin."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        if not isinstance(error, OSError | RuntimeError):
-            return False
-        self._failures[self._measure] = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return True
+@contextmanager
+def _noting_failure(failures: dict[int, str], measure: int) -> Iterator[None]:
+    """Note an error of a rank's own work. The other ranks wait at the next measure, so this one goes on."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        failures[measure] = str(error).partition("\n")[0] or type(error).__name__
 
 
 def _rate(work: Callable[[], float], window_s: float) -> float:

@@ -60,8 +60,10 @@ def note(environ: Mapping[str, str], *, is_slow: bool) -> bool:
     folder, launch = environ.get(PLACES), environ.get(LAUNCH)
     if not folder or not launch:
         return False
+    file = hosts_file(Path(folder), launch)
     with suppress(OSError):
-        hosts_file(Path(folder), launch).write_text(str(SLOW_HOST if is_slow else 0))
+        if is_slow or not file.exists():  # What another rank noted of a slow host stays.
+            file.write_text(str(SLOW_HOST if is_slow else 0))
         return True
     return False
 
