@@ -35,7 +35,7 @@ def test_a_rank_that_is_slow_throughout_is_named_with_its_ratio() -> None:
 def test_two_slow_ranks_of_a_host_do_not_hide_each_other() -> None:
     measured = rates(4)
     measured[2:] /= 1.5
-    assert compare(measured, ["node0", "node0", "node1", "node1"], LIMIT).slow == [2, 3]
+    assert sorted(compare(measured, ["node0", "node0", "node1", "node1"], LIMIT).slow) == [2, 3]
 
 
 def test_a_rank_that_is_slow_in_some_repetitions_is_not_named() -> None:
@@ -86,12 +86,12 @@ def test_a_slow_link_makes_its_own_host_slow_and_not_its_partners(hosts: list[st
     for rank in range(len(hosts)):
         partners = [turn[rank] for turn in rounds(groups)]
         measured[rank] = max(min(link[rank], link[partner]) for partner in partners if partner is not None)
-    slow = compare(measured, hosts, LIMIT).slow
+    slow = sorted(compare(measured, hosts, LIMIT).slow)
     assert slow == [rank for rank, group in enumerate(groups) if group == 1]
 
 
 def test_the_table_names_the_slow_host_the_measure_and_by_how_much() -> None:
-    measured = rates(8)
+    measured = np.full((8, 20), 1e9)
     measured[5] /= 4
     found = result(measured, MATRIX, FOUR_HOSTS)
     assert found.slow_hosts() == ["node2"]
@@ -101,7 +101,7 @@ def test_the_table_names_the_slow_host_the_measure_and_by_how_much() -> None:
     assert "rank 5 on node2" in lines[2]
     assert lines[2].endswith("20 of 20")
     (sentence,) = [line for line in lines if "slow host" in line]
-    assert sentence.startswith("ddpobs: slow host node2: matrix products slower by 4.0")
+    assert sentence.startswith("ddpobs: slow host node2: matrix products slower by 4.00×")
     assert "rank 5: 0.25 GFLOP/s, others: 1 GFLOP/s; at least 1.2× in 20 of 20 repetitions" in sentence
     assert lines[-1] == "ddpobs: the script was not started: exit status 75"
 
