@@ -53,7 +53,7 @@ def named(case: str, seconds: float, folder: Path) -> str:
     """
     processors = sorted(os.sched_getaffinity(0))[:2]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    pinned = 'taskset -cp $([ "$RANK" = 0 ] && echo $0 || echo $1) $$ >/dev/null; exec "$2" -c pass'
+    pinned = 'taskset -cp $([ "$RANK" = 0 ] && echo $0 || echo $1) $BASHPID >/dev/null; exec "$2" -c pass'
     rank = ["bash", "-c", pinned, *map(str, processors), sys.executable]
     check = [sys.executable, "-m", "ddpobs.cli", "check-hosts", "--seconds", str(seconds), "--disk", str(folder)]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}

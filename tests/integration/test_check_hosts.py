@@ -87,7 +87,8 @@ def test_a_rank_with_a_tenth_of_a_processor_stops_the_launch_before_the_script(t
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     with quota_group(100) as group:
-        join = f'[ "$RANK" != 1 ] || echo $$ > {group.folder}/cgroup.procs; exec "$@"'
+        # Torchrun makes one sign of the two of `$$`.
+        join = f'[ "$RANK" != 1 ] || echo $BASHPID > {group.folder}/cgroup.procs; exec "$@"'
         rank = ["bash", "-c", join, "bash", sys.executable, script, tmp_path / "rank"]
         launch = (*TORCHRUN, "--nproc-per-node", "3", "--no-python", *rank)
         done = check(*launch, options=("--seconds", "1", "--limit", "1.5", "--disk", str(tmp_path)))
