@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from ddpobs.launch.host_check.comparison import Floats
 from ddpobs.launch.host_check.measures import Measures
 from ddpobs.launch.host_check.order import MEASURES, SLOW_HOST, Order
 from ddpobs.launch.host_check.partners import groups_of, rounds
-from ddpobs.launch.host_check.result import Floats, Result
+from ddpobs.launch.host_check.result import Result
 from ddpobs.launch.start import ending_with
 from ddpobs.recording.place.early_place import rank_of
 
@@ -50,9 +52,7 @@ def _check(order: Order, rank: int, ranks: int) -> int:
     began_s = time.monotonic()
     timeout = timedelta(seconds=order.seconds + _EXTRA_S)
     store = next(rendezvous("env://", rank, ranks, timeout=timeout))[0]
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore(_PREFIX, store), rank=rank, world_size=ranks, timeout=timeout
-    )
+    dist.init_process_group("gloo", store=PrefixStore(_PREFIX, store), rank=rank, world_size=ranks, timeout=timeout)
     places = _gathered((socket.gethostname(), _has_own_gpu(os.environ)))
     hosts = [host for host, _ in places]
     is_on_gpus = all(has_gpu for _, has_gpu in places)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -62,11 +63,12 @@ class Measures(AbstractContextManager["Measures"]):
         self._local: dict[int, Callable[[], float]] = {}
         self.failures: dict[int, str] = {}
         self._file = -1
-        for measure, prepare in (
-            (MATRIX, lambda: self._matrix_products(sizes)),
-            (MEMORY, lambda: self._memory_copies(sizes)),
-            (DISK, lambda: self._disk_writes(folder)),
-        ):
+        prepared: dict[int, Callable[[], Callable[[], float]]] = {
+            MATRIX: partial(self._matrix_products, sizes),
+            MEMORY: partial(self._memory_copies, sizes),
+            DISK: partial(self._disk_writes, folder),
+        }
+        for measure, prepare in prepared.items():
             with _noting_failure(self.failures, measure):
                 self._local[measure] = prepare()
         carrier = device if fabric is not None else torch.device("cpu")

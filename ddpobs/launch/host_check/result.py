@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class Result:
         return [printable(line) for line in lines]
 
     def _row(self, measure: int) -> tuple[str, ...]:
-        comparison, rate = self.comparisons[measure], lambda value: _rate(measure, value)
+        comparison, rate = self.comparisons[measure], partial(_rate, measure)
         if comparison.slowest is None:
             return MEASURES[measure], "not known", "", "", "", ""
         middle, slowest = rate(float(np.nanmedian(comparison.rates))), comparison.slowest
