@@ -8,6 +8,7 @@ costs, permuted bin by bin, seldom make any stretch as costly.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -43,6 +44,8 @@ _MIN_RIVAL_LEVEL = 1.5
 A stretch of more than half of the run leaves no room for another of its length. Noise in bursts shows in a quarter."""
 _SUSPECTS, _PERMUTED_RANKS = 16, 16
 _PERMUTATIONS, _MAX_CELLS = 400, 4_000_000
+_CELLS_AT_ONCE = 100_000
+"""Cells of the permutations that are computed together: more take no less time, and more memory."""
 _MAX_BINS = 512
 
 
@@ -68,6 +71,28 @@ class Stretch:
         return slice(self.begin, self.end)
 
 
+@dataclass(frozen=True)
+class _Costs:
+    """Costs of the ranks in bins, each series of shape [bins, ranks]; all candidates are judged by the same."""
+
+    bins: LatenessBins
+
+    @cached_property
+    def net_ns(self) -> Floats:
+        """Cost above the mean cost of the other ranks."""
+        return net_cost_ns(self.bins.cost_ns)
+
+    @cached_property
+    def typical_ns(self) -> Floats:
+        """Median excess in all steps of the bin."""
+        return np.asarray(self.bins.excess_ns * self.bins.steps[:, None])
+
+    @cached_property
+    def sums_ns(self) -> tuple[Floats, Floats]:
+        """Sums of both over the bins before each, shape [bins + 1, ranks]."""
+        return _sums_before(self.net_ns), _sums_before(self.typical_ns)
+
+
 def bin_width(steps: int) -> int:
     """Return the steps of each bin in which that many joined steps are searched for stretches."""
     return max(3 if steps < 2 * _SHORT_STEPS else 4, -(-steps // _MAX_BINS))
@@ -77,17 +102,18 @@ def find_stretches(bins: LatenessBins) -> list[Stretch]:
     """Return the stretches of all ranks that stand out from the run's noise, in order of the ranks and steps."""
     if not len(bins) or len(bins.ranks) < 2:
         return []
+    costs = _Costs(bins)
     candidates = [
         (index, begin, end)
-        for index in _suspects(bins)
-        for begin, end in slow_segments(bins, index)
-        if _stands_out(bins, index, begin, end)
+        for index in _suspects(costs)
+        for begin, end in _slow_segments(costs, index)
+        if _stands_out(costs, index, begin, end)
     ]
     if not candidates:
         return []
-    chances = _chances(bins, candidates)
+    chances = _chances(costs, candidates)
     result: list[Stretch] = []
-    for row in sorted(range(len(candidates)), key=lambda row: -_distinctness(bins, *candidates[row])):
+    for row in sorted(range(len(candidates)), key=lambda row: -_distinctness(costs, *candidates[row])):
         index, begin, end = candidates[row]
         is_new = all(end <= other.begin or other.end <= begin for other in result if other.index == index)
         if chances[row] <= _MAX_CHANCE and is_new:
@@ -95,19 +121,19 @@ def find_stretches(bins: LatenessBins) -> list[Stretch]:
     return sorted(result, key=lambda stretch: (stretch.index, stretch.begin))
 
 
-def slow_segments(bins: LatenessBins, index: int) -> list[tuple[int, int]]:
+def _slow_segments(costs: _Costs, index: int) -> list[tuple[int, int]]:
     """Return the segments (begin, end) between change points in which a rank costs `MIN_COST_SHARE` more than others.
 
     Change points are sought in the medians of the bins, which spikes do not move, and in the costs, which also show
     a rank that is late in some steps only. Both series are times: a share would weigh noise in short steps as much as a
     delay in long steps.
     """
-    typical_ns, costs_ns = bins.excess_ns[:, index], net_cost_ns(bins.cost_ns)[:, index]
+    bins = costs.bins
     candidates_found: set[tuple[int, int]] = set()
-    for series_ns in (typical_ns * bins.steps, costs_ns):
+    for series_ns in (costs.typical_ns[:, index], costs.net_ns[:, index]):
         for begin, end in segments(series_ns / np.maximum(1, bins.steps)):
             if series_ns[begin:end].sum() >= MIN_COST_SHARE * bins.time_ns[begin:end].sum():
-                candidates_found.add(_extended(typical_ns, begin, end))
+                candidates_found.add(_extended(bins.excess_ns[:, index], begin, end))
     return sorted(candidates_found)
 
 
@@ -139,71 +165,79 @@ def net_cost_ns(cost_ns: Floats) -> Floats:
     return np.asarray(cost_ns - other_ranks / (ranks - 2))
 
 
-def _suspects(bins: LatenessBins) -> list[int]:
+def _suspects(costs: _Costs) -> list[int]:
     """Return the ranks whose costliest stretch may cost enough, the costliest first."""
-    highest = _highest_sums(net_cost_ns(bins.cost_ns) - _REFERENCE_SHARE * bins.time_ns[:, None])
-    least = _MIN_LOST_STEPS / 2 * _step_ns(bins)
+    highest = _highest_sums(costs.net_ns - _REFERENCE_SHARE * costs.bins.time_ns[:, None])
+    least = _MIN_LOST_STEPS / 2 * _step_ns(costs.bins)
     order = np.argsort(-highest, kind="stable")[:_SUSPECTS]
     return [int(index) for index in order if highest[index] >= least]
 
 
-def _stands_out(bins: LatenessBins, index: int, begin: int, end: int) -> bool:
-    part = bins.select(slice(begin, end))
-    steps, cost_ns = int(part.steps.sum()), float(net_cost_ns(part.cost_ns)[:, index].sum())
+def _stands_out(costs: _Costs, index: int, begin: int, end: int) -> bool:
+    part = costs.bins.select(slice(begin, end))
+    steps, cost_ns = int(part.steps.sum()), float(costs.net_ns[begin:end, index].sum())
     if steps < MIN_STEPS or cost_ns < max(MIN_COST_SHARE, _MIN_LOST_STEPS / steps) * part.time_ns.sum():
         return False
     least_late = _MIN_LATE_SHARE if steps < _LONG_STEPS else 0.0
     for rows in np.array_split(np.arange(len(part)), min(PARTS, len(part))):
         shares = part.late[rows].sum(axis=0) / part.steps[rows].sum()
-        costs = part.cost_ns[rows].sum(axis=0) / part.time_ns[rows].sum()
+        cost_shares = part.cost_ns[rows].sum(axis=0) / part.time_ns[rows].sum()
         often = shares[index] >= 2 * median_of_others(shares[None])[0, index]
-        costly = costs[index] >= _MIN_CONTRAST * median_of_others(costs[None])[0, index]
+        costly = cost_shares[index] >= _MIN_CONTRAST * median_of_others(cost_shares[None])[0, index]
         # Change points are seldom exact, so the first and the last quarter may be less late.
-        if not (often or costly) or shares[index] < least_late - 0.3 or costs[index] < 0.4 * MIN_COST_SHARE:
+        if not (often or costly) or shares[index] < least_late - 0.3 or cost_shares[index] < 0.4 * MIN_COST_SHARE:
             return False
     if part.late[:, index].sum() < least_late * steps:
         return False
-    costs_ns = net_cost_ns(bins.cost_ns)
-    if cost_ns < _MIN_RIVAL_CONTRAST * _highest_elsewhere(costs_ns, index, end - begin):
+    if cost_ns < _MIN_RIVAL_CONTRAST * _highest_elsewhere(costs.sums_ns[0], index, end - begin):
         return False
     quarter = max(1, (end - begin) // PARTS)
     # A spike of another rank moves its costs, but not its medians.
     return any(
         series[begin:end, index].sum() * quarter / (end - begin)
-        >= _MIN_RIVAL_LEVEL * _highest_elsewhere(series, index, quarter)
-        for series in (costs_ns, bins.excess_ns * bins.steps[:, None])
+        >= _MIN_RIVAL_LEVEL * _highest_elsewhere(sums, index, quarter)
+        for series, sums in zip((costs.net_ns, costs.typical_ns), costs.sums_ns, strict=True)
     )
 
 
-def _highest_elsewhere(series: Floats, index: int, length: int) -> float:
+def _sums_before(series: Floats) -> Floats:
+    return np.concatenate([np.zeros((1, series.shape[1])), np.cumsum(series, axis=0)])
+
+
+def _highest_elsewhere(sums: Floats, index: int, length: int) -> float:
     """Return the highest sum of `length` consecutive bins of another rank.
 
     A fifth of the other ranks may be slow too, as on one host, and is left out.
+
+    Args:
+        sums: As `_Costs.sums_ns`.
+        index: Index of the rank.
+        length: Number of bins.
     """
-    sums = np.concatenate([np.zeros((1, series.shape[1])), np.cumsum(series, axis=0)])
     highest = np.delete((sums[length:] - sums[:-length]).max(axis=0), index)
     return float(np.quantile(highest, _RIVALS, method="higher"))
 
 
-def _distinctness(bins: LatenessBins, index: int, begin: int, end: int) -> float:
+def _distinctness(costs: _Costs, index: int, begin: int, end: int) -> float:
     """Return a stretch's mean cost times the root of its length: its distance from noise, up to a factor.
 
     Of candidates that overlap, the most distinct has the best ends.
     """
-    return float(net_cost_ns(bins.cost_ns[begin:end])[:, index].sum() / np.sqrt(bins.steps[begin:end].sum()))
+    return float(costs.net_ns[begin:end, index].sum() / np.sqrt(costs.bins.steps[begin:end].sum()))
 
 
-def _chances(bins: LatenessBins, candidates: list[tuple[int, int, int]]) -> Floats:
+def _chances(costs: _Costs, candidates: list[tuple[int, int, int]]) -> Floats:
     """Return how often permuted ranks have a stretch as slow, with the usual +1 correction; shape [candidates].
 
     A stretch is as slow if its costs, or its median excesses, add up to as much: the smaller p-value counts.
     """
+    bins = costs.bins
     costliest = np.argsort(-bins.cost_ns.sum(axis=0), kind="stable")[:_PERMUTED_RANKS]
     reference = _REFERENCE_SHARE * bins.time_ns[:, None]
     chances = np.ones(len(candidates))
-    typical_ns: Floats = np.maximum(0.0, bins.excess_ns) * bins.steps[:, None]
-    for series in (bins.cost_ns, typical_ns):
-        net = net_cost_ns(series) - reference
+    typical_ns: Floats = np.maximum(0.0, costs.typical_ns)
+    for series, net_ns in ((bins.cost_ns, costs.net_ns), (typical_ns, net_cost_ns(typical_ns))):
+        net = net_ns - reference
         highest: dict[int, Floats] = {}
         for row, (index, begin, end) in enumerate(candidates):
             block = max(1, (end - begin) // _BLOCKS)
@@ -223,15 +257,25 @@ def _permuted_maxima(series: Floats, reference: Floats, block: int) -> Floats:
     sums, references = (np.add.reduceat(values, begins, axis=0) for values in (series, reference))
     permutations = max(100, min(_PERMUTATIONS, _MAX_CELLS // sums.size))
     random = np.random.default_rng(0)
-    maxima = [_highest_sums(net_cost_ns(random.permuted(sums, axis=1)) - references).max() for _ in range(permutations)]
-    return np.array(maxima)
+    together = max(1, _CELLS_AT_ONCE // sums.size)
+    maxima = []
+    for begin in range(0, permutations, together):
+        count = min(together, permutations - begin)
+        net = net_cost_ns(random.permuted(np.tile(sums, (count, 1)), axis=1)).reshape(count, *sums.shape)
+        maxima.append(_highest_sums(net - references).max(axis=1))
+    return np.concatenate(maxima)
 
 
 def _highest_sums(values: Floats) -> Floats:
-    """Return the highest sum of consecutive rows, by column (Kadane's algorithm as cumulative sums)."""
-    sums = np.cumsum(values, axis=0)
-    lowest = np.minimum.accumulate(np.minimum(0.0, np.concatenate([np.zeros((1, values.shape[1])), sums[:-1]])), axis=0)
-    return np.asarray((sums - lowest).max(axis=0))
+    """Return the highest sum of consecutive rows, by column (Kadane's algorithm as cumulative sums).
+
+    Args:
+        values: Shape [..., rows, columns].
+    """
+    sums = np.cumsum(values, axis=-2)
+    before = np.concatenate([np.zeros_like(sums[..., :1, :]), sums[..., :-1, :]], axis=-2)
+    lowest = np.minimum.accumulate(np.minimum(0.0, before), axis=-2)
+    return np.asarray((sums - lowest).max(axis=-2))
 
 
 def _step_ns(bins: LatenessBins) -> float:
