@@ -32,6 +32,8 @@ def median_of_others(values: npt.NDArray[Any]) -> Floats:
         value, successor = middle[:, k, None], middle[:, k + 1, None]
         return np.where(values > value, value, successor)
 
+    if low == high:
+        return np.asarray(order_statistic(low), np.float64)
     return np.asarray((order_statistic(low) + order_statistic(high)) / 2)
 
 

@@ -56,7 +56,7 @@ def verdict_of(evidence: Evidence, findings: Sequence[Finding], steps: int, *, i
 
 
 def _well(joined: JoinedSteps) -> str:
-    own_ns = np.sort(np.median(joined.own_ns, axis=0))
+    own_ns = np.sort(joined.usual_own_ns)
     least, most = own_ns[0], own_ns[-1]
     word = "Balanced" if most <= _MAX_BALANCED * least else "No rank stands out"
     if len(own_ns) <= _MAX_NAMED:

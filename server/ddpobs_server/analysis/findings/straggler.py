@@ -105,7 +105,7 @@ def slow_by_constant_batches(evidence: Evidence) -> list[tuple[SlowRank, Constan
     constant = uneven_constant_work(joined, evidence.steps, UNEVEN) if _not_judged_reason(evidence) == "" else None
     if constant is None:
         return []
-    medians_ns, ranks = np.median(joined.own_ns, axis=0), joined.ranks.tolist()
+    medians_ns, ranks = joined.usual_own_ns, joined.ranks.tolist()
 
     def is_explained(slow: SlowRank) -> bool:
         index = ranks.index(slow.rank)

@@ -86,7 +86,7 @@ def host_excess_ratios(joined: JoinedSteps, hosts: Mapping[int, str]) -> dict[st
     distinct, index = np.unique(np.array(names, np.str_), return_inverse=True)
     if len(joined) < MIN_STEPS or len(distinct) < 2 or "" in names:
         return {}
-    own_ns, step_ns = np.median(joined.own_ns, axis=0), float(np.median(joined.step_ns))
+    own_ns, step_ns = joined.usual_own_ns, float(np.median(joined.step_ns))
     by_host = [own_ns[index == number] for number in range(len(distinct))]
     typical_ns = np.array([np.median(own) for own in by_host])
     others_ns = typical_ns - excesses(typical_ns[None])[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -45,13 +46,20 @@ class Lateness:
     last: wire.Ints
     late: npt.NDArray[np.bool_]
 
-    @property
+    @cached_property
     def cost_ns(self) -> Floats:
         """Time that a step loses to each late rank, if all others are in time; shape [steps, ranks]."""
         return np.where(self.late, self.excess_ns, 0.0)
 
+    @cached_property
+    def usual_excess_ns(self) -> Floats:
+        """Median excess of each rank, shape [ranks]."""
+        return np.asarray(np.median(self.excess_ns, axis=0))
+
     def latest(self, count: int) -> Lateness:
         """Return the last `count` steps."""
+        if count >= len(self.last):
+            return self
         return Lateness(self.excess_ns[-count:], self.delay_ns[-count:], self.last[-count:], self.late[-count:])
 
 
@@ -195,7 +203,7 @@ def lateness_table(joined: JoinedSteps) -> dict[str, Any]:
 def _rank_summaries(joined: JoinedSteps, late: Lateness) -> Iterator[dict[str, Any]]:
     medians = np.median(joined.phases_ns, axis=0)
     excess = excesses(medians[None])[0]
-    own = np.median(joined.own_ns, axis=0)
+    own = joined.usual_own_ns
     late_share = late.late.mean(axis=0)
     last_share = np.bincount(late.last, minlength=len(joined.ranks)) / len(joined)
     delay = np.bincount(late.last, late.delay_ns, len(joined.ranks)) / len(joined)

@@ -131,7 +131,7 @@ def _slow_rank(
     rows = np.flatnonzero(late.late[:, index])
     typical = rows if level_ns is None else rows[late.excess_ns[rows, index] <= 1.5 * level_ns]
     phases_ns = slow_phases(joined, index, typical, usual=level_ns is not None)
-    medians_ns = np.median(joined.own_ns, axis=0).tolist()
+    medians_ns = joined.usual_own_ns.tolist()
     excess_ns, late_share = float(np.median(late.excess_ns[typical, index])), len(rows) / len(joined)
     return SlowRank(
         rank=int(joined.ranks[index]),

@@ -59,7 +59,7 @@ def steady_levels(joined: JoinedSteps, late: Lateness) -> dict[int, float]:
     55 % of the steps, and at least twice as often as for the median of the other ranks.
     """
     step_ns = float(np.median(joined.step_ns))
-    levels_ns = np.median(late.excess_ns, axis=0)
+    levels_ns = late.usual_excess_ns
     steady: dict[int, float] = {}
     for index in np.flatnonzero(levels_ns >= MIN_LEVEL * step_ns).tolist():
         half = 0.5 * levels_ns[index]

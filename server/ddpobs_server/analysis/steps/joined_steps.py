@@ -45,7 +45,7 @@ class JoinedSteps:
 
     def latest(self, count: int) -> JoinedSteps:
         """Return the last `count` steps."""
-        return self.select(slice(-count, None))
+        return self if count >= len(self) else self.select(slice(-count, None))
 
     def between(self, first: int, last: int) -> JoinedSteps:
         """Return the steps with the first rank's numbers `first` to `last`."""
@@ -74,10 +74,17 @@ class JoinedSteps:
         return np.median(self.wall_ns, axis=1)
 
     @cached_property
+    def usual_own_ns(self) -> Floats:
+        """Median own time of each rank, shape [ranks]."""
+        return np.asarray(np.median(self.own_ns, axis=0))
+
+    @cached_property
     def lower_median_phases_ns(self) -> Floats:
         """Own time by phase of the lower median rank in that phase, shape [steps, phases]."""
         middle = (len(self.ranks) - 1) // 2
-        return np.partition(self.phases_ns, middle, axis=1)[:, middle].copy()
+        # One phase after another: a copy of all phases of a thousand ranks would be large.
+        by_phase = np.moveaxis(self.phases_ns, -1, 0)
+        return np.stack([np.partition(times_ns, middle, axis=1)[:, middle] for times_ns in by_phase], axis=-1)
 
     @cached_property
     def has_successor(self) -> npt.NDArray[np.bool_]:
