@@ -9,7 +9,14 @@ from ddpobs_server.analysis.finding import Gain, severity_of
 from ddpobs_server.analysis.slow_ranks.facts import MovingFacts, RankTurn, TakingTurnsFacts
 from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins
 from ddpobs_server.analysis.slow_ranks.slow_rank import SlowInTurn, SlowRank
-from ddpobs_server.analysis.slow_ranks.turns import Moving, Turn, find_moving, find_turns, moving_bins, turn_losses_ns
+from ddpobs_server.analysis.slow_ranks.turns import (
+    MOVING_WIDTH,
+    Moving,
+    Turn,
+    find_moving,
+    find_turns,
+    turn_losses_ns,
+)
 from ddpobs_server.analysis.slow_ranks.whole_run import WholeRun
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
@@ -26,7 +33,7 @@ def slow_in_turn(run: WholeRun, recent: list[SlowRank]) -> list[SlowInTurn]:
     """
     named = [slow.rank for slow in recent if not _may_be_a_turn(slow)]
     if not named:
-        bins = moving_bins(run.joined)
+        bins = run.bins_of_columns(MOVING_WIDTH)
         if (moving := find_moving(bins)) is not None:
             return [_moving(run, bins, moving)]
     latest = run.joined.latest(_TURN_STEPS)

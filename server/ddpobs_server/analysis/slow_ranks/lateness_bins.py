@@ -142,7 +142,7 @@ def bins_from(joined: JoinedSteps, begins: wire.Ints) -> LatenessBins:
         late=sums(late.late),
         cost_ns=sums(weight * late.cost_ns),
         lost_ns=sums(weight * np.where(late.late, shares_ns, 0.0)),
-        phase_ns=sums(_late_phases_ns(joined, late.late, weights)),
+        phase_ns=_late_phases_ns(joined, late.late, weights, begins),
         excess_ns=_bin_medians(late.excess_ns, begins, ends),
     )
 
@@ -157,11 +157,13 @@ def _bin_medians(values: Floats, begins: wire.Ints, ends: wire.Ints) -> Floats:
     return medians
 
 
-def _late_phases_ns(joined: JoinedSteps, late: Any, weights: Floats) -> Floats:
-    """Return each late rank's excess by phase over the lower median rank, 0 elsewhere; shape [steps, ranks, phases]."""
-    result = np.zeros(joined.phases_ns.shape)
+def _late_phases_ns(joined: JoinedSteps, late: Any, weights: Floats, begins: wire.Ints) -> Floats:
+    """Return each rank's excess by phase over the lower median rank in its late steps; shape [bins, ranks, phases]."""
     step, rank = np.nonzero(late)  # Few: most ranks are in time.
     is_pair = len(joined.ranks) == 2
     others_ns = joined.phases_ns[step, 1 - rank] if is_pair else joined.lower_median_phases_ns[step]
-    result[step, rank] = (joined.phases_ns[step, rank] - others_ns) * weights[step, None]
-    return result
+    excess_ns = (joined.phases_ns[step, rank] - others_ns) * weights[step, None]
+    shape = len(begins), len(joined.ranks)
+    cell = (np.searchsorted(begins, step, side="right") - 1) * shape[1] + rank
+    sums = [np.bincount(cell, of_phase, shape[0] * shape[1]).reshape(shape) for of_phase in excess_ns.T]
+    return np.stack(sums, axis=-1)

@@ -14,7 +14,7 @@ from ddpobs import wire
 from ddpobs.shared.delay import excesses, is_late, median_of_others
 from ddpobs_server.analysis.slow_ranks.chance import chance_of
 from ddpobs_server.analysis.slow_ranks.lateness import Lateness, lateness, step_weights
-from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins, bins_of, ideal_ns, loss_shares
+from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins, ideal_ns, loss_shares
 from ddpobs_server.analysis.slow_ranks.recurrence import MIN_COST_SHARE, PARTS
 from ddpobs_server.analysis.slow_ranks.stretches import net_cost_ns
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
@@ -170,21 +170,28 @@ def _recurring(late: Any, cost_ns: Floats, time_ns: Floats) -> list[int]:
 def _periodic_turns(joined: JoinedSteps, named: set[int]) -> list[Turn]:
     """Return ranks of which each is late in its own steps of a period, such as even and odd steps."""
     late = lateness(joined)
+    late_steps = late.late.sum(axis=0)
     for period in range(2, _MAX_PERIOD + 1):
         if len(joined) < _MIN_PERIOD_STEPS * period:
             break
-        turns = [turn for residue in range(period) for turn in _turns_at(joined, late, period, residue)]
+        turns = [turn for residue in range(period) for turn in _turns_at(joined, late, late_steps, period, residue)]
         turns = [turn for turn in turns if turn.index not in named]
         if len({turn.index for turn in turns}) >= 2:
             return turns
     return []
 
 
-def _turns_at(joined: JoinedSteps, late: Lateness, period: int, residue: int) -> list[Turn]:
+def _turns_at(joined: JoinedSteps, late: Lateness, late_steps: wire.Ints, period: int, residue: int) -> list[Turn]:
+    """Return the ranks that are late in these steps of a period; `late_steps` counts each rank's late steps of all."""
     is_turn = joined.step % period == residue
     rows = np.flatnonzero(is_turn)
-    least = np.min([late.late[part].mean(axis=0) for part in np.array_split(rows, PARTS)], axis=0)
-    often = (least >= _MIN_TURN_SHARE) & (late.late[~is_turn].mean(axis=0) <= 0.5 * least)
+    if not 0 < len(rows) < len(joined):
+        return []
+    parts = [late.late[part] for part in np.array_split(rows, PARTS)]
+    counts = np.array([part.sum(axis=0) for part in parts])
+    least = (counts / np.array([[max(1, len(part))] for part in parts])).min(axis=0)
+    elsewhere = (late_steps - counts.sum(axis=0)) / (len(joined) - len(rows))
+    often = (least >= _MIN_TURN_SHARE) & (elsewhere <= 0.5 * least)
     turns = []
     chances = chance_of(late.late[rows]) if often.any() else least
     for index in np.flatnonzero(often & (chances <= 2 * _MAX_CHANCE)).tolist():
@@ -208,8 +215,3 @@ def turn_losses_ns(joined: JoinedSteps, turns: list[Turn]) -> list[float]:
         counted[rows, turn.index] = True
         losses.append(float(shares[rows, turn.index].sum()))
     return losses
-
-
-def moving_bins(joined: JoinedSteps) -> LatenessBins:
-    """Return the bins in which a moving slowness is looked for."""
-    return bins_of(joined, MOVING_WIDTH)

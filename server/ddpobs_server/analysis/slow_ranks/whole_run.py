@@ -35,12 +35,14 @@ class WholeRun:
 
     Attributes:
         joined: The steps whose columns were read.
-        bins: These steps in bins, after the rollups of the steps before.
+        own_bins: These steps in bins.
+        bins: The same after the rollups of the steps before.
         clock: When steps began and ended.
         columns: Reads around the ends of stretches.
     """
 
     joined: JoinedSteps
+    own_bins: LatenessBins
     bins: LatenessBins
     clock: StepClock
     columns: ColumnReader | None = None
@@ -49,11 +51,15 @@ class WholeRun:
     def of(cls, evidence: Evidence) -> WholeRun:
         """Return the run of some evidence with at least two ranks."""
         joined = evidence.joined if evidence.whole is None else evidence.whole
-        bins = bins_of(joined, bin_width(len(joined)))
+        bins = own_bins = bins_of(joined, bin_width(len(joined)))
         earlier = evidence.earlier
         if earlier is not None and len(earlier) and len(bins):
             bins = earlier.select(earlier.last < bins.first[0]).followed_by(bins)
-        return cls(joined, bins, evidence.clock, evidence.columns)
+        return cls(joined, own_bins, bins, evidence.clock, evidence.columns)
+
+    def bins_of_columns(self, width: int) -> LatenessBins:
+        """Return the steps whose columns were read in bins of so many steps."""
+        return self.own_bins if width == bin_width(len(self.joined)) else bins_of(self.joined, width)
 
     @cached_property
     def stretches(self) -> list[Stretch]:
