@@ -125,17 +125,21 @@ def join(rank: wire.Ints, steps: wire.Steps) -> JoinedSteps:
     """
     complete_row = (steps.own_ns >= 0) & (steps.collective >= 0) & (steps.end_ns > steps.start_ns)
     usable = np.flatnonzero(((steps.flags & wire.NO_ORIGIN) == 0) & complete_row)
-    ranks, _ = index_ranks(rank)
-    order = usable[np.lexsort((rank[usable], steps.collective[usable]))]
-    collective, counts = np.unique(steps.collective[order], return_counts=True)
-    complete = collective[counts == len(ranks)]
-    rows = order[np.isin(steps.collective[order], complete)].reshape(len(complete), len(ranks))
+    ranks = np.flatnonzero(np.bincount(rank))
+    order = _by_collective(rank, steps.collective, usable)
+    begins = np.flatnonzero(np.diff(steps.collective[order], prepend=-1))
+    counts = np.diff(begins, append=len(order))
+    is_complete = counts == len(ranks)
+    complete = steps.collective[order[begins[is_complete]]]
+    rows = order[np.repeat(is_complete, counts)].reshape(len(complete), len(ranks))
 
     def matrix(name: str) -> Floats:
         return np.asarray(getattr(steps, name)[rows], np.float64)
 
     # The ranks of a phase are neighbours in memory: medians over the ranks are what takes most time.
-    phases_ns = np.moveaxis(np.stack([matrix(f"own_{phase}_ns") for phase in wire.OWN_PHASES]), 0, -1)
+    phases_ns = np.moveaxis(np.empty((len(wire.OWN_PHASES), *rows.shape)), 0, -1)
+    for index, phase in enumerate(wire.OWN_PHASES):
+        phases_ns[..., index] = getattr(steps, f"own_{phase}_ns")[rows]
     compile_ns = _take_compilations(phases_ns, matrix("compile_ns"))
     return JoinedSteps(
         collective=complete,
@@ -148,6 +152,15 @@ def join(rank: wire.Ints, steps: wire.Steps) -> JoinedSteps:
         exposed_ns=matrix("exposed_comm_ns"),
         row=rows,
     )
+
+
+def _by_collective(rank: wire.Ints, collective: wire.Ints, rows: wire.Ints) -> wire.Ints:
+    """Return some rows by collective, then by rank. Most are so already: the store sorts them by step and rank."""
+    ranks, collectives = rank[rows], collective[rows]
+    rise = np.diff(collectives)
+    if ((rise > 0) | ((rise == 0) & (np.diff(ranks) >= 0))).all():
+        return rows
+    return rows[np.lexsort((ranks, collectives))]
 
 
 def _take_compilations(phases_ns: Floats, compile_ns: Floats) -> Floats:
