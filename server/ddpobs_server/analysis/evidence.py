@@ -152,6 +152,11 @@ class Evidence:
         """First and last step of `steps`."""
         return (int(self.steps.step.min()), int(self.steps.step.max())) if len(self.steps.step) else (0, 0)
 
+    @cached_property
+    def step_count(self) -> int:
+        """Number of distinct steps in `steps`."""
+        return len(np.unique(self.steps.step))
+
     @property
     def is_sharded(self) -> bool:
         """Whether units of a fully sharded model are reduced, and not DDP's buckets."""

@@ -100,6 +100,8 @@ def drop_silent_ranks(rank: wire.Ints, steps: wire.Steps, sources: list[Source])
     late_arrivals = {
         source.rank for source in sources if newest_ns - source.last_step_seen_ns > COMPARED_STEPS_SILENCE_NS
     }
+    if not late_arrivals:
+        return rank, steps
     silent = [number for number in silent_ranks(rank, steps).tolist() if number in late_arrivals]
     rows = ~np.isin(rank, silent) if silent else np.ones(len(rank), np.bool_)
     return (rank, steps) if rows.all() else (rank[rows], steps.select(rows))

@@ -20,14 +20,14 @@ from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, how_
 from ddpobs_server.analysis.findings.straggler import (
     MIN_COMPARED_STEPS,
     RECENT_STEPS,
-    UNEVEN,
     slow_by_constant_batches,
+    uneven_batches,
 )
 from ddpobs_server.analysis.slow_ranks.chance import beyond_chance
 from ddpobs_server.analysis.slow_ranks.lateness import Lateness, cost_shares, lateness, mean_gain, typical_lateness
 from ddpobs_server.analysis.slow_ranks.recurrence import costly_ranks, recurring_ranks
 from ddpobs_server.analysis.slow_ranks.slow_rank import SlowRank
-from ddpobs_server.analysis.slow_ranks.work import ConstantWork, WorkFit, at_equal_machines, uneven_constant_work
+from ddpobs_server.analysis.slow_ranks.work import ConstantWork, WorkFit, at_equal_machines
 from ddpobs_server.analysis.steps.joined_steps import JoinedSteps
 
 CODES = ("imbalanced-batches",)
@@ -84,7 +84,7 @@ def imbalanced_batches(evidence: Evidence) -> Judgement:
     if evidence.work_fit is None:
         if by_batches := slow_by_constant_batches(evidence):
             return [_of_constant_batches(slow, constant, evidence) for slow, constant in by_batches]
-        if uneven_constant_work(joined, evidence.steps, UNEVEN) is not None:
+        if uneven_batches(evidence) is not None:
             reason = "each rank's batches are always of one size, so that their work cannot be told from its machine"
             return [NotJudged("imbalanced-batches", reason)]
         return []

@@ -71,7 +71,7 @@ def input_bound(evidence: Evidence) -> Judgement:
 
     Exposed communication is no phase of its own: a rank whose batch has come waits there for the others' batches.
     """
-    if len(np.unique(evidence.steps.step)) < MIN_STEPS:
+    if evidence.step_count < MIN_STEPS:
         return [NotJudged("input-bound", f"fewer than {MIN_STEPS} steps")]
     shares = evidence.phase_shares
     # Of two ranks both must wait for data: a single waiting rank is a straggler.

@@ -108,11 +108,11 @@ def _least_comm_ns(evidence: Evidence) -> Floats | None:
     The last rank to arrive waits least.
     """
     joined, steps = evidence.joined, evidence.steps
-    rows = np.flatnonzero(np.isin(steps.collective, joined.collective) & np.isin(evidence.rank, joined.ranks))
-    rows = rows[np.lexsort((evidence.rank[rows], steps.collective[rows]))]
-    if len(rows) != joined.own_ns.size or (steps.comm_ns[rows] < 0).any():
+    is_compared = np.isin(steps.collective, joined.collective) & np.isin(evidence.rank, joined.ranks)
+    comm_ns = steps.comm_ns[joined.row]
+    if np.count_nonzero(is_compared) != joined.row.size or (comm_ns < 0).any():
         return None
-    return np.asarray(steps.comm_ns[rows].reshape(joined.own_ns.shape).min(axis=1), np.float64)
+    return np.asarray(comm_ns.min(axis=1), np.float64)
 
 
 def _slowest_interval(comm_ns: Floats, step_ns: Floats) -> _Interval | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from ddpobs import wire
 from ddpobs.shared.quantities import duration
 from ddpobs.shared.words import percent
@@ -42,7 +40,7 @@ FACTS = (OtherBoundFacts,)
 
 def other_bound(evidence: Evidence) -> Judgement:
     """Judge the phase `other` above 20 % of the steps on every rank; copies belong to `input-bound`."""
-    if len(np.unique(evidence.steps.step)) < MIN_STEPS:
+    if evidence.step_count < MIN_STEPS:
         return [NotJudged("other-bound", f"fewer than {MIN_STEPS} steps")]
     locations = places_in("other", evidence.pulses.values())
     share = float(evidence.phase_shares[:, _OTHER].min()) * (1 - locations.copy_share)

@@ -96,13 +96,22 @@ def _slow_at_equal_work(evidence: Evidence) -> tuple[list[SlowRank], list[SlowIn
     return [with_cause(slow, evidence) for slow in slow_ranks], in_turn
 
 
+def uneven_batches(evidence: Evidence) -> ConstantWork | None:
+    """Return the work of each rank in the latest steps, if it is constant and differs over the ranks."""
+    if "uneven" not in evidence.shared:
+        joined = evidence.joined.latest(RECENT_STEPS)
+        evidence.shared["uneven"] = uneven_constant_work(joined, evidence.steps, UNEVEN)
+    uneven: ConstantWork | None = evidence.shared["uneven"]
+    return uneven
+
+
 def slow_by_constant_batches(evidence: Evidence) -> list[tuple[SlowRank, ConstantWork]]:
     """Return the slow ranks whose batches always hold more than the others', if no counter explains the delay.
 
     Their own time exceeds the others' by no more than their work does.
     """
     joined = evidence.joined.latest(RECENT_STEPS)
-    constant = uneven_constant_work(joined, evidence.steps, UNEVEN) if _not_judged_reason(evidence) == "" else None
+    constant = uneven_batches(evidence) if _not_judged_reason(evidence) == "" else None
     if constant is None:
         return []
     medians_ns, ranks = joined.usual_own_ns, joined.ranks.tolist()

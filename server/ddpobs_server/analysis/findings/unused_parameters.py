@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
-
 from ddpobs import wire
 from ddpobs.shared.words import format_ranks
 from ddpobs_server.analysis.evidence import MAX_LISTED, MIN_STEPS, Evidence, Judgement
@@ -166,7 +164,7 @@ def find_unused_needless(evidence: Evidence) -> Judgement:
         return [NotJudged("find-unused-needless", reason)]
     if any(record.locally for _, record in evidence.unused):
         return []
-    steps = len(np.unique(evidence.steps.step))
+    steps = evidence.step_count
     return [
         Finding(
             code="find-unused-needless",
@@ -181,7 +179,7 @@ def find_unused_needless(evidence: Evidence) -> Judgement:
 
 
 def _not_judged_reason(evidence: Evidence) -> str:
-    if len(np.unique(evidence.steps.step)) < MIN_STEPS:
+    if evidence.step_count < MIN_STEPS:
         return f"fewer than {MIN_STEPS} steps"
     if any(evidence.dropped.values()) or evidence.has_gaps:
         return "records were dropped or have not arrived; an unused set may be among them"

@@ -126,7 +126,7 @@ def join(rank: wire.Ints, steps: wire.Steps) -> JoinedSteps:
     complete_row = (steps.own_ns >= 0) & (steps.collective >= 0) & (steps.end_ns > steps.start_ns)
     usable = np.flatnonzero(((steps.flags & wire.NO_ORIGIN) == 0) & complete_row)
     ranks = np.flatnonzero(np.bincount(rank))
-    order = _by_collective(rank, steps.collective, usable)
+    order = in_order(usable, steps.collective, rank)
     begins = np.flatnonzero(np.diff(steps.collective[order], prepend=-1))
     counts = np.diff(begins, append=len(order))
     is_complete = counts == len(ranks)
@@ -154,13 +154,13 @@ def join(rank: wire.Ints, steps: wire.Steps) -> JoinedSteps:
     )
 
 
-def _by_collective(rank: wire.Ints, collective: wire.Ints, rows: wire.Ints) -> wire.Ints:
-    """Return some rows by collective, then by rank. Most are so already: the store sorts them by step and rank."""
-    ranks, collectives = rank[rows], collective[rows]
-    rise = np.diff(collectives)
+def in_order(rows: wire.Ints, number: wire.Ints, rank: wire.Ints) -> wire.Ints:
+    """Return some rows by their number, then by rank. Most are so already: the store sorts by step and rank."""
+    numbers, ranks = number[rows], rank[rows]
+    rise = np.diff(numbers)
     if ((rise > 0) | ((rise == 0) & (np.diff(ranks) >= 0))).all():
         return rows
-    return rows[np.lexsort((ranks, collectives))]
+    return rows[np.lexsort((ranks, numbers))]
 
 
 def _take_compilations(phases_ns: Floats, compile_ns: Floats) -> Floats:

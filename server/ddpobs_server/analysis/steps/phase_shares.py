@@ -21,10 +21,11 @@ def phase_shares(rank: wire.Ints, steps: wire.Steps) -> Floats:
     """
     ranks, index = index_ranks(rank)
     counts = np.bincount(index, minlength=len(ranks))
-    order = np.argsort(index, kind="stable")
+    order, in_order = np.argsort(index, kind="stable"), np.repeat(np.arange(len(ranks)), counts)
     number = np.arange(len(rank)) - np.repeat(np.cumsum(counts) - counts, counts)
-    part = index[order] * _PARTS + number * _PARTS // counts[index[order]]
-    times = [getattr(steps, f"{phase}_ns")[order] for phase in wire.PHASES]
+    part = np.empty_like(index)
+    part[order] = in_order * _PARTS + number * _PARTS // np.repeat(counts, counts)
+    times = [getattr(steps, f"{phase}_ns") for phase in wire.PHASES]
     sums = np.stack([np.bincount(part, ns, len(ranks) * _PARTS) for ns in times], axis=1)
     shares = sums / np.maximum(1.0, sums.sum(axis=1, keepdims=True))
     return np.asarray(np.median(shares.reshape(len(ranks), _PARTS, -1), axis=1))

@@ -15,7 +15,7 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins, bins_from
-from ddpobs_server.analysis.steps.joined_steps import Floats, index_ranks, join
+from ddpobs_server.analysis.steps.joined_steps import Floats, in_order, index_ranks, join
 from ddpobs_server.analysis.steps.waiting import waiting_ns
 
 TIMES = ("wall", *wire.PHASES)
@@ -204,8 +204,7 @@ def lateness_of(number: wire.Ints, columns: Mapping[str, wire.Ints]) -> Lateness
         columns: The columns `COMPARED` by name.
     """
     rank = columns["rank"]
-    rows = np.flatnonzero(columns["compared"] > 0)
-    rows = rows[np.lexsort((rank[rows], number[rows]))]
+    rows = in_order(np.flatnonzero(columns["compared"] > 0), number, rank)
     numbers = np.unique(number[rows])
     ranks, counts = np.unique(rank[rows], return_counts=True)
     ranks = ranks[counts == len(numbers)]
