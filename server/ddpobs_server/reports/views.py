@@ -12,7 +12,7 @@ from ddpobs_server.analysis.communication.bucket_times import BucketTimes, bucke
 from ddpobs_server.analysis.communication.transfers import bucket_sizes, transfers
 from ddpobs_server.analysis.slow_ranks.delay_map import DelayMap, delay_map
 from ddpobs_server.analysis.slow_ranks.lateness import lateness
-from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins, bins_of
+from ddpobs_server.analysis.slow_ranks.lateness_bins import DelayBins, delays_of
 from ddpobs_server.analysis.steps import clock_alignment
 from ddpobs_server.analysis.steps.joined_steps import join
 from ddpobs_server.analysis.steps.pipeline import stages_of, within_stages
@@ -89,13 +89,13 @@ class RunViews(AttemptReader):
             return None
         return delay_map(parts[0] if len(parts) == 1 else parts[0].followed_by(parts[1]), most)
 
-    def _recent_lateness(self, first: int, last: int, sources: list[Source]) -> LatenessBins | None:
+    def _recent_lateness(self, first: int, last: int, sources: list[Source]) -> DelayBins | None:
         """Return the lateness by step from columns; None if they are too many, or none can be compared."""
         if self.store.estimate_rows("steps", self.run, self.attempt, first, last) > _COLUMN_ROWS:
             return None
         joined = join(*drop_silent_ranks(*self.store.steps(self.run, self.attempt, None, first, last), sources))
         joined = within_stages(joined, stages_of(self.store.first_events(self.run, self.attempt)))
-        return bins_of(joined, 1) if len(joined) and len(joined.ranks) > 1 else None
+        return delays_of(joined) if len(joined) and len(joined.ranks) > 1 else None
 
     def timeline(self, step: int | None, first: int | None, last: int | None) -> StepTimeline:
         """Return a step on all ranks: the requested one, or a typical one of the last steps in a range."""

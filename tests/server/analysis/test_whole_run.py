@@ -10,7 +10,7 @@ import pytest
 from ddpobs_server.analysis.finding import Finding
 from ddpobs_server.analysis.findings.straggler import straggler
 from ddpobs_server.analysis.slow_ranks.facts import MovingFacts, SlowRankFacts, TakingTurnsFacts
-from ddpobs_server.analysis.slow_ranks.lateness_bins import bins_of, ideal_ns, loss_shares, lost_ns
+from ddpobs_server.analysis.slow_ranks.lateness_bins import bins_of, delays_of, ideal_ns, loss_shares, lost_ns
 from ddpobs_server.analysis.steps.intervals import StepClock
 from ddpobs_server.analysis.steps.joined_steps import join
 from hypothesis import given, settings
@@ -232,6 +232,8 @@ def test_bins_hold_the_sums_of_their_steps() -> None:
     for name in ("steps", "time_ns", "late", "cost_ns", "lost_ns", "phase_ns"):
         np.testing.assert_allclose(getattr(parts, name).sum(axis=0), getattr(whole, name).sum(axis=0))
     assert (parts.first[0], parts.last[-1], len(parts)) == (joined.step[0], joined.step[-1], 8)
+    for name, values in vars(delays_of(joined)).items():
+        np.testing.assert_array_equal(values, getattr(bins_of(joined, 1), name))
 
 
 def test_bins_after_others_keep_their_ranks_and_an_absent_rank_was_never_late() -> None:

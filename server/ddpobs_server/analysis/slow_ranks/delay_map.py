@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins
+from ddpobs_server.analysis.slow_ranks.lateness_bins import DelayBins
 from ddpobs_server.analysis.steps.joined_steps import Floats
 
 
@@ -43,7 +43,7 @@ class DelayMap:
         )
 
 
-def delay_map(bins: LatenessBins, most: int) -> DelayMap:
+def delay_map(bins: DelayBins, most: int) -> DelayMap:
     """Return the delay in at most `most` bins, from at least one bin."""
     begins = np.arange(0, len(bins), -(-len(bins) // most))
     ends = np.append(begins[1:], len(bins))

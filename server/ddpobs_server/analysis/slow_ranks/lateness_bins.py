@@ -6,7 +6,7 @@ Bins come from joined steps, a few steps each, or from the rollups of a long run
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -17,8 +17,11 @@ from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 PHASES = len(wire.OWN_PHASES)
 
 
-@dataclass(frozen=True)
-class LatenessBins:
+_Bins = TypeVar("_Bins", bound="DelayBins")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayBins:
     """Sums over the compared steps of each bin, in order of the steps.
 
     A step with an upload counts for no more than some median steps, as in `step_weights`.
@@ -27,52 +30,59 @@ class LatenessBins:
         first: First step of each bin, shape [bins].
         last: Last step, same shape.
         steps: Compared steps, same shape.
-        time_ns: Their time, same shape.
         ranks: Shape [ranks].
         late: Steps in which a rank was late, shape [bins, ranks].
         cost_ns: Excess of the late rank over the others' median, in these steps; same shape.
-        lost_ns: The rank's share of the time that these steps lost to late ranks, same shape. See `loss_shares`.
-        phase_ns: The rank's excess by phase, in these steps; shape [bins, ranks, phases].
-        excess_ns: Median of the rank's own time above the others' median, shape [bins, ranks].
     """
 
     first: wire.Ints
     last: wire.Ints
     steps: wire.Ints
-    time_ns: Floats
     ranks: wire.Ints
     late: Floats
     cost_ns: Floats
-    lost_ns: Floats
-    phase_ns: Floats
-    excess_ns: Floats
 
     def __len__(self) -> int:
         return len(self.first)
 
-    def select(self, rows: Any) -> LatenessBins:
+    def select(self, rows: Any) -> Self:
         """Return some bins."""
         columns: dict[str, Any] = vars(self)
-        return LatenessBins(**{name: value if name == "ranks" else value[rows] for name, value in columns.items()})
+        return type(self)(**{name: value if name == "ranks" else value[rows] for name, value in columns.items()})
 
-    def followed_by(self, later: LatenessBins) -> LatenessBins:
-        """Return these bins and the later bins, of the ranks of the later bins."""
-        parts = [self.of_ranks(later.ranks), later]
-        columns: dict[str, Any] = {
-            name: later.ranks if name == "ranks" else np.concatenate([getattr(part, name) for part in parts])
-            for name in vars(self)
-        }
-        return LatenessBins(**columns)
+    def followed_by(self, later: _Bins) -> _Bins:
+        """Return these bins and the later bins, with the columns and the ranks of the later bins.
 
-    def of_ranks(self, ranks: wire.Ints) -> LatenessBins:
-        """Return the columns of these ranks; a rank without bins was never late in them."""
-        _, rows, places = np.intersect1d(self.ranks, ranks, return_indices=True)
-        by_rank: dict[str, Any] = {}
-        for name in ("late", "cost_ns", "lost_ns", "phase_ns", "excess_ns"):
-            values = getattr(self, name)
-            by_rank[name] = np.zeros((len(values), len(ranks), *values.shape[2:]))
-            by_rank[name][:, places] = values[:, rows]
-        return LatenessBins(**vars(self) | by_rank | {"ranks": ranks})
+        A rank without bins here was never late in them.
+        """
+        _, rows, places = np.intersect1d(self.ranks, later.ranks, return_indices=True)
+        columns: dict[str, Any] = {"ranks": later.ranks}
+        for name in vars(later).keys() - columns.keys():
+            earlier, values = getattr(self, name), getattr(later, name)
+            if values.ndim > 1:
+                of_ranks = np.zeros((len(earlier), *values.shape[1:]))
+                of_ranks[:, places] = earlier[:, rows]
+                earlier = of_ranks
+            columns[name] = np.concatenate([earlier, values])
+        return type(later)(**columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatenessBins(DelayBins):
+    """The same sums with those that the detectors of slow ranks need.
+
+    Attributes:
+        time_ns: Time of the compared steps, shape [bins].
+        lost_ns: The rank's share of the time that these steps lost to late ranks, shape [bins, ranks]. See
+            `loss_shares`.
+        phase_ns: The rank's excess by phase in its late steps, shape [bins, ranks, phases].
+        excess_ns: Median of the rank's own time above the others' median, shape [bins, ranks].
+    """
+
+    time_ns: Floats
+    lost_ns: Floats
+    phase_ns: Floats
+    excess_ns: Floats
 
 
 def loss_shares(excess_ns: Floats) -> Floats:
@@ -112,6 +122,19 @@ def ideal_ns(joined: JoinedSteps) -> Floats:
 def lost_ns(joined: JoinedSteps) -> Floats:
     """Return the time that each step lost to ranks slower than an ideal rank, shape [steps]."""
     return np.asarray(joined.own_ns.max(axis=1) - ideal_ns(joined))
+
+
+def delays_of(joined: JoinedSteps) -> DelayBins:
+    """Return a bin for each of some joined steps with at least two ranks."""
+    late, weights = lateness(joined), step_weights(joined.window_ns)
+    return DelayBins(
+        first=joined.step,
+        last=joined.step,
+        steps=np.ones(len(joined), np.int64),
+        ranks=joined.ranks,
+        late=late.late.astype(np.float64),
+        cost_ns=weights[:, None] * late.cost_ns,
+    )
 
 
 def bins_of(joined: JoinedSteps, width: int) -> LatenessBins:
