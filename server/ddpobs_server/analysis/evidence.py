@@ -47,10 +47,10 @@ class ColumnReader(Protocol):
     def spans(self, ranks: list[int], first: int, last: int) -> tuple[wire.Ints, wire.Spans]:
         """Return the bucket spans of the steps in [first, last], and the rank of each row."""
 
-    def lateness(self, first: int, last: int) -> LatenessBins | None:
-        """Return the lateness in the steps in [first, last], in bins as fine as can be read quickly; None without any.
+    def lateness(self, rank: int, first: int, last: int) -> LatenessBins | None:
+        """Return a rank's lateness in the steps in [first, last], in bins as fine as can be read quickly.
 
-        A bin has one step if columns are read.
+        A bin has one step if columns are read, and the bins have further ranks then. None without any bin.
         """
 
     def comms(self, rank: int, first: int, last: int) -> wire.Comms:
@@ -68,7 +68,7 @@ class _StageColumns:
         self.layouts, self.spans = columns.layouts, columns.spans
         self.comms, self.readiness = columns.comms, columns.readiness
 
-    def lateness(self, first: int, last: int) -> LatenessBins | None:
+    def lateness(self, rank: int, first: int, last: int) -> LatenessBins | None:
         return None
 
 

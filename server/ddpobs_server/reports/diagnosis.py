@@ -215,10 +215,10 @@ class _StoreColumns:
         except TooManyRowsError as error:
             raise ColumnsTooLargeError(str(error)) from error
 
-    def lateness(self, first: int, last: int) -> LatenessBins | None:
+    def lateness(self, rank: int, first: int, last: int) -> LatenessBins | None:
         bins = AttemptBins(self._store, self._run, self._attempt)
         if not 0 < bins.column_rows(first, last) <= _EDGE_ROWS:
-            return read_lateness(bins, (first, last), self._ranks)
+            return read_lateness(bins, (first, last), self._ranks, rank)
         try:
             joined = join(*self._store.steps(self._run, self._attempt, None, first, last))
         except TooManyRowsError as error:

@@ -121,20 +121,30 @@ def _from_columns(attempt: AttemptBins, bounds: tuple[int, int], steps_per_bin: 
     return (bins if shown.rank is None else bins.select(bins.column("rank") == shown.rank)).in_order()
 
 
-def read_lateness(attempt: AttemptBins, bounds: tuple[int, int], ranks: int) -> LatenessBins | None:
-    """Return the lateness in the steps `bounds` from bins, as fine as fits into `_CELLS`; None if there is none."""
+def read_lateness(
+    attempt: AttemptBins, bounds: tuple[int, int], ranks: int, rank: int | None = None
+) -> LatenessBins | None:
+    """Return the lateness in the steps `bounds` from bins, as fine as fits into `_CELLS`; None if there is none.
+
+    Args:
+        attempt: The bins.
+        bounds: First and last step.
+        ranks: Number of ranks of the attempt.
+        rank: The only rank that is read; None for all, of which there must be two.
+    """
     steps = bounds[1] - bounds[0] + 1
     level = 0
     while level + 1 < LEVELS and steps // width(level) * ranks > _CELLS:
         level += 1
     numbers, indices = (bounds[0] // width(level), bounds[1] // width(level)), [NAMES.index(name) for name in COMPARED]
     number, table = attempt.store.read_step_bins(
-        attempt.run, attempt.attempt, level, numbers, blocks=None, columns=indices
+        attempt.run, attempt.attempt, level, numbers, blocks=Shown(rank).blocks, columns=indices
     )
     if not len(number):
         return None
-    is_rank = table[0] != ALL_RANKS
-    return lateness_of(number[is_rank], dict(zip(COMPARED, table[:, is_rank], strict=True)))
+    is_shown = table[0] != ALL_RANKS if rank is None else table[0] == rank
+    columns = dict(zip(COMPARED, table[:, is_shown], strict=True))
+    return lateness_of(number[is_shown], columns, 2 if rank is None else 1)
 
 
 def unix_times(bins: StepBins, sources: list[Source]) -> StepBins:

@@ -22,7 +22,7 @@ from ddpobs_server.operations.make_bins import update_step_bins, write_bins
 from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.reports import judged_steps, read_bins, recent_steps
 from ddpobs_server.reports.columns import RunColumns
-from ddpobs_server.reports.read_bins import AttemptBins, Shown, read_step_bins
+from ddpobs_server.reports.read_bins import AttemptBins, Shown, read_lateness, read_step_bins
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival, Store
@@ -131,7 +131,7 @@ def test_wider_bins_hold_the_steps_of_four() -> None:
 def test_the_lateness_of_bins_is_that_of_their_steps() -> None:
     rank, steps = noisy(192, 3, slow=(Slow(1, "data"),))
     bins = bins_of_steps(rank, steps, 64)
-    late = lateness_of(bins.number, {name: bins.column(name) for name in COMPARED})
+    late = lateness_of(bins.number, {name: bins.column(name) for name in COMPARED}, 2)
     assert late is not None
     assert (len(late), late.steps.tolist()) == (3, [64, 64, 64])
     assert (late.late[:, 1] > 55).all()
@@ -163,6 +163,20 @@ def test_many_ranks_are_stored_in_blocks(store: Store) -> None:
         assert_holds(bins, rank, steps)
         rows = 150 if shown.rank is not None else 150 * 70
         assert bins.column("steps").sum() == rows
+
+
+@pytest.mark.parametrize("rank", [3, 32])
+def test_the_lateness_of_one_rank_is_that_of_all_without_the_others(store: Store, rank: int) -> None:
+    send(store, *noisy(150, 33, slow=(Slow(3, "data"), Slow(32, "data"))))
+    update(store)
+    attempt = AttemptBins(store, RUN, ATTEMPT)
+    whole, own = read_lateness(attempt, (0, 149), 33), read_lateness(attempt, (0, 149), 33, rank)
+    assert whole is not None
+    assert own is not None
+    assert (own.ranks.tolist(), own.first.tolist()) == ([rank], whole.first.tolist())
+    np.testing.assert_array_equal(own.cost_ns, whole.cost_ns[:, [rank]])
+    np.testing.assert_array_equal(own.time_ns, whole.time_ns)
+    assert own.late.all()
 
 
 def test_an_update_makes_each_bin_once(store: Store) -> None:

@@ -138,7 +138,7 @@ def finer_edge(columns: ColumnReader | None, rank: int, step: int, width: int, *
     """
     while columns is not None and width > 1:
         try:
-            bins = columns.lateness(max(0, step - width), step + width - 1)
+            bins = columns.lateness(rank, max(0, step - width), step + width - 1)
         except ColumnsTooLargeError:
             break
         if bins is None or len(bins) < _MIN_EDGE_BINS or rank not in bins.ranks:

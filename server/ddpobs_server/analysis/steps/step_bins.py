@@ -196,19 +196,20 @@ def _reduced(bins: StepBins, begins: wire.Ints, number: wire.Ints) -> StepBins:
     return StepBins(number, table)
 
 
-def lateness_of(number: wire.Ints, columns: Mapping[str, wire.Ints]) -> LatenessBins | None:
-    """Return the lateness in bins, of the ranks that are in every bin; None if there are fewer than two.
+def lateness_of(number: wire.Ints, columns: Mapping[str, wire.Ints], min_ranks: int) -> LatenessBins | None:
+    """Return the lateness in bins, of the ranks that are in every bin; None if there are fewer than `min_ranks`.
 
     Args:
         number: Bin of each row.
         columns: The columns `COMPARED` by name.
+        min_ranks: Minimum number of ranks.
     """
     rank = columns["rank"]
     rows = in_order(np.flatnonzero(columns["compared"] > 0), number, rank)
     numbers = np.unique(number[rows])
     ranks, counts = np.unique(rank[rows], return_counts=True)
     ranks = ranks[counts == len(numbers)]
-    if len(ranks) < 2:
+    if len(ranks) < min_ranks:
         return None
     grid = rows[np.isin(rank[rows], ranks)].reshape(len(numbers), len(ranks))
 
