@@ -10,6 +10,7 @@ in the batch's own transaction.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ from ddpobs_server.store.database.sql import compiled
 
 BIN_STEPS, FACTOR, LEVELS = schema.ROLLUP_STEPS, 4, 8
 BLOCK_RANKS, OVER_RANKS = 32, -1
+_TOGETHER = 64
+"""Maximum number of blocks that are unpacked together."""
 _c = schema.step_bins.c
 
 
@@ -64,14 +67,18 @@ def step_bins(
     # Earlier versions wrote fewer columns.
     height = max(count for _, count, _ in stored) if columns is None else len(columns)
     table = np.zeros((height, sum(counts)), np.dtype("<i8"))
-    # Each block goes to its place at once: a read of a whole run has ten thousand of them.
+    # A read of a whole run has ten thousand blocks: those of one shape are unpacked together, to their place at once.
     positions = table.view(np.uint8).reshape(*table.shape, 8)
     decompress, begin = zstandard.ZstdDecompressor().decompress, 0
-    for (_, count, payload), rows in zip(stored, counts, strict=True):
-        planes = np.frombuffer(decompress(payload), np.uint8).reshape(8, count, rows)
-        planes = planes if columns is None else planes[:, columns]
-        positions[: planes.shape[1], begin : begin + rows] = planes.transpose(1, 2, 0)
-        begin += rows
+    shapes = [(row // _TOGETHER, stored[row].columns, rows) for row, rows in enumerate(counts)]
+    for (_, count, rows), group in groupby(range(len(stored)), key=shapes.__getitem__):
+        blocks_read = [decompress(stored[row].payload) for row in group]
+        planes = np.frombuffer(b"".join(blocks_read), np.uint8).reshape(len(blocks_read), 8, count, rows)
+        planes = planes if columns is None else planes[:, :, columns]
+        end = begin + len(planes) * rows
+        place = positions[: planes.shape[2], begin:end]
+        place.reshape(planes.shape[2], len(planes), rows, 8)[:] = planes.transpose(2, 0, 3, 1)
+        begin = end
     return np.repeat([number for number, _, _ in stored], counts), table.astype(np.int64, copy=False)
 
 
