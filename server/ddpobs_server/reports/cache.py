@@ -67,6 +67,11 @@ class Cache(Generic[Response]):
         while len(self._responses) > self._size:
             self._responses.popitem(last=False)
 
+    def pending(self, key: Hashable) -> list[tuple[Hashable, Future[Response]]]:
+        """Return the versions that are computed now, in the order of their begin."""
+        with self._lock:
+            return [(version, future) for (known, version), future in self._pending.items() if known == key]
+
     def latest(self, key: Hashable) -> CachedResponse[Response] | None:
         """Return the last computed response, of any version."""
         with self._lock:

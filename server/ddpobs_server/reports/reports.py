@@ -7,7 +7,7 @@ and the list of runs show the outline of the last one; `/metrics` starts a new o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from functools import partial
@@ -88,15 +88,14 @@ class Reports:
         """Return the last diagnosis of a live run if it is of the last half minute, else that of `diagnostics`.
 
         A picture marks the findings that the page has just requested. Batches that arrived meanwhile would cost a
-        second diagnosis.
+        second diagnosis, also while the first is computed.
         """
-        cached = self._diagnoses.latest((run, attempt))
-        if (
-            cached is not None
-            and isinstance(cached.version, ReportVersion)
-            and is_recent(cached.version, self._version(run))
-        ):
+        now, cached = self._version(run), self._diagnoses.latest((run, attempt))
+        if cached is not None and _is_recent(cached.version, now):
             return cached.response
+        for version, diagnosis in self._diagnoses.pending((run, attempt)):
+            if _is_recent(version, now):
+                return diagnosis.result()
         return self.diagnostics(run, attempt)
 
     def diagnostics_between(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
@@ -186,3 +185,7 @@ class Reports:
     def close(self) -> None:
         """Stop beginning diagnoses."""
         self._background.close()
+
+
+def _is_recent(version: Hashable, now: ReportVersion) -> bool:
+    return isinstance(version, ReportVersion) and is_recent(version, now)

@@ -29,9 +29,11 @@ def test_concurrent_requests_get_an_answer_that_is_computed_once() -> None:
         answers = [pool.submit(request) for _ in range(4)]
         requested.wait(60)
         time.sleep(0.2)  # Without the cache the other threads would begin to compute now.
+        ((version, pending),) = cache.pending("run")
         may_continue.set()
-        assert len({id(answer.result(60)) for answer in answers}) == 1
-    assert len(computing_threads) == 1
+        assert {id(answer.result(60)) for answer in answers} == {id(pending.result(60))}
+    assert (version, len(computing_threads)) == (1, 1)
+    assert cache.pending("run") == []
 
 
 def test_another_version_is_computed_again_and_the_latest_answer_is_cached() -> None:

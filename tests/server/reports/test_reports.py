@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 from ddpobs_server.analysis.trace.events import ALL_RANKS
 from ddpobs_server.reports.columns import RunColumns
+from ddpobs_server.reports.diagnosis import Diagnosis
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.reports.timeline import RunTimeline
 from ddpobs_server.store import Store
@@ -163,3 +166,24 @@ def test_marks_use_the_diagnosis_of_the_last_half_minute_while_a_run_is_live(sto
     is_over = [wire.Event(kind="goodbye", at_ns=0)]
     ingest(store, *(batch(rank, 3, events=is_over) for rank in range(RANKS)))
     assert reports.diagnostics_for_marks(RUN, ATTEMPT) is reports.diagnostics(RUN, ATTEMPT)
+
+
+def test_marks_wait_for_the_diagnosis_that_is_computed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(store, 10)
+    reports, diagnose = Reports(store, now_ns=lambda: 2), Diagnosis.diagnose
+    begun, may_continue = threading.Semaphore(0), threading.Event()
+
+    def slowly(*arguments: Any, **named: Any) -> Any:
+        begun.release()
+        assert may_continue.wait(60)
+        return diagnose(*arguments, **named)
+
+    monkeypatch.setattr(Diagnosis, "diagnose", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(reports.diagnostics, RUN, ATTEMPT)
+        assert begun.acquire(timeout=60)
+        ingest(store, batch(0, 2, events=[wire.Event(kind="anything", at_ns=0)]))
+        marks = pool.submit(reports.diagnostics_for_marks, RUN, ATTEMPT)
+        assert not begun.acquire(timeout=0.5)
+        may_continue.set()
+        assert marks.result(60) is first.result(60)
