@@ -42,6 +42,19 @@ def excesses(times: npt.NDArray[Any]) -> Floats:
     return np.asarray(times - median_of_others(times))
 
 
+def excess_of(times: npt.NDArray[Any], rank: int) -> Floats:
+    """Return what one rank takes longer than the median of all others: a column of `excesses`.
+
+    Args:
+        times: Shape [steps, ranks] with at least two ranks.
+        rank: Index of the rank.
+
+    Returns:
+        Shape [steps].
+    """
+    return np.asarray(times[:, rank] - np.median(np.delete(times, rank, axis=1), axis=1))
+
+
 def delays(own_ns: npt.NDArray[Any], excess_ns: Floats) -> tuple[wire.Ints, Floats]:
     """Return the last rank of each step, and its excess: the step's delay.
 

@@ -25,14 +25,15 @@ def repaired_ns(own_ns: Floats, rank: int, phase: int | None = None) -> Floats:
     Returns:
         Shape [steps]; never negative.
     """
-    usual = np.median(np.delete(own_ns, rank, axis=1), axis=1)
-    repaired = own_ns.copy()
+    usual, own = np.median(np.delete(own_ns, rank, axis=1), axis=1), own_ns[:, rank]
     if phase is None:
-        repaired[:, rank] = np.minimum(repaired[:, rank], usual)
+        repaired = np.minimum(own, usual)
     else:
-        excess_ns = np.maximum(0.0, own_ns[:, rank, phase] - usual[:, phase])
-        repaired[:, rank, phase] -= excess_ns / 2
-    return np.asarray(own_ns.sum(axis=2).max(axis=1) - repaired.sum(axis=2).max(axis=1))
+        repaired = own.copy()
+        repaired[:, phase] -= np.maximum(0.0, own[:, phase] - usual[:, phase]) / 2
+    times_ns = own_ns.sum(axis=2)
+    others_ns = np.delete(times_ns, rank, axis=1).max(axis=1, initial=-np.inf)
+    return np.asarray(times_ns.max(axis=1) - np.maximum(others_ns, repaired.sum(axis=1)))
 
 
 def shared_work_ns(own_ns: Floats, extra_ns: Floats) -> Floats:

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as arrays
 
 from ddpobs import wire
 from ddpobs.ranks.straggler_exchange import statistics
-from ddpobs.shared.delay import median_of_others, moving
+from ddpobs.shared.delay import excess_of, excesses, median_of_others, moving
 from tests.support.analysis.scenario import columns, own_times
 
 
@@ -34,6 +34,12 @@ def test_only_the_last_rank_of_three_or_more_can_exceed_the_others_median_most(v
 def test_the_median_of_others_is_the_median_of_all_values_but_the_ranks_own(values: np.ndarray) -> None:
     plainly = [np.median(np.delete(values, rank, axis=1), axis=1) for rank in range(values.shape[1])]
     assert (median_of_others(values) == np.stack(plainly, axis=1)).all()
+
+
+@given(arrays.arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(2, 9)), elements=st.integers(0, 9)))
+def test_the_excess_of_one_rank_is_its_column_of_all_excesses(values: np.ndarray) -> None:
+    for rank in range(values.shape[1]):
+        assert (excess_of(values, rank) == excesses(values)[:, rank]).all()
 
 
 def test_the_ranks_report_the_delays_and_late_steps_that_the_collector_computes() -> None:

@@ -26,6 +26,14 @@ def test_ranks_are_joined_by_collective_where_their_step_numbers_part() -> None:
     assert (joined.own_ns == join(rank, steps).own_ns).all()
 
 
+def test_rows_are_joined_in_whatever_order_they_come() -> None:
+    rank, steps = columns(own_times(5, 3, seed=0))
+    order = np.random.default_rng(0).permutation(15)
+    joined, shuffled = join(rank, steps), join(rank[order], steps.select(order))
+    assert (shuffled.own_ns == joined.own_ns).all()
+    assert (order[shuffled.row] == joined.row).all()
+
+
 def test_a_step_is_left_out_if_a_rank_has_no_clean_start_or_no_row() -> None:
     rank, steps = columns(own_times(5, 2, seed=0))
     flags = steps.flags.copy()

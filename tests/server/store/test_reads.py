@@ -62,6 +62,17 @@ def test_the_number_of_statements_grows_with_neither_ranks_nor_runs(fresh: Fresh
     assert max(counts[0].values()) <= 16
 
 
+@pytest.mark.parametrize("gap", [0, 1000])
+def test_rows_are_sorted_by_step_and_rank_with_and_without_gaps(store: Store, gap: int) -> None:
+    sent = [batch("run", seq, rank, steps=steps(first, 5)) for seq, rank, first in ((0, 1, 5 + gap), (0, 0, 0))]
+    sent += [batch("run", 1, rank, steps=steps(first, 5)) for rank, first in ((1, 0), (0, 5 + gap))]
+    store.ingest([Arrival(wire.decode(wire.encode(one)), bytes([number]), 1, 1) for number, one in enumerate(sent)])
+    rank, rows = store.steps("run", ATTEMPT)
+    assert rank.tolist() == [0, 1] * 10
+    assert rows.step.tolist() == np.repeat([*range(5), *range(5 + gap, 10 + gap)], 2).tolist()
+    assert rows.start_ns.tolist() == (rows.step * 100 * MS).tolist()
+
+
 @pytest.mark.usefixtures("no_time_passes")
 def test_the_list_of_runs_has_the_worst_finding_of_the_last_diagnosis(tmp_path: Path) -> None:
     with client(sqlite(tmp_path)) as http:

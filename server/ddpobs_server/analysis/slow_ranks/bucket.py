@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.delay import excess_of
 from ddpobs.shared.words import format_bucket
 from ddpobs_server.analysis.evidence import MAX_LISTED, ColumnReader, Evidence
 from ddpobs_server.analysis.slow_ranks.lag import largest_lag
-from ddpobs_server.analysis.slow_ranks.lateness import lateness
 from ddpobs_server.analysis.slow_ranks.slow_rank import LateBucket, SlowRank
 from ddpobs_server.analysis.slow_ranks.unit import has_units, late_unit
 from ddpobs_server.analysis.steps.joined_steps import JoinedSteps
@@ -82,7 +82,7 @@ def comparison_ranks(slow: int, ranks: wire.Ints) -> list[int]:
 def late_collectives(joined: JoinedSteps, rank: int, first: int, typical_ns: float) -> wire.Ints:
     """Return the collectives of the steps from `first` on in which a rank was late by at least half of `typical_ns`."""
     index = int(np.searchsorted(joined.ranks, rank))
-    is_typical = lateness(joined).excess_ns[:, index] >= 0.5 * typical_ns
+    is_typical = excess_of(joined.own_ns, index) >= 0.5 * typical_ns
     return joined.collective[is_typical & (joined.step >= first)]
 
 

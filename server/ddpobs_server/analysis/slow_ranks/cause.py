@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ddpobs import wire
-from ddpobs.shared.delay import excesses
+from ddpobs.shared.delay import excess_of
 from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.slow_ranks.bucket import comparison_ranks
 from ddpobs_server.analysis.slow_ranks.lateness import step_weights
@@ -117,10 +117,8 @@ def _excess_of(slow: SlowRank, evidence: Evidence) -> _Excess | None:
     index = int(np.flatnonzero(joined.ranks[compared] == rank)[0]) if rank in joined.ranks else -1
     if not len(rows) or index < 0 or compared.sum() < 2:
         return None
-    all_own_ns = joined.own_ns[rows, :] - (
-        evidence.steps.run_delay_ns[joined.row[rows, :]] if slow.without_queue else 0
-    )
-    delay_ns = excesses(all_own_ns)[:, compared][:, index]
+    own_ns = joined.own_ns[rows] - (evidence.steps.run_delay_ns[joined.row[rows]] if slow.without_queue else 0)
+    delay_ns = excess_of(own_ns, int(np.searchsorted(joined.ranks, rank)))
     late = delay_ns >= 0.5 * slow.excess_ns
     if slow.is_persistent:
         late &= delay_ns <= 1.5 * slow.excess_ns
@@ -134,12 +132,12 @@ def _excess_of(slow: SlowRank, evidence: Evidence) -> _Excess | None:
         value = _mean_excess(getattr(evidence.steps, name)[cells], index, weights)
         if value is not None:
             counters[name] = value
-    own_ns = _mean_excess(evidence.steps.own_ns[cells], index, weights) or 0.0
+    own_excess_ns = _mean_excess(evidence.steps.own_ns[cells], index, weights) or 0.0
     if slow.without_queue:
-        own_ns -= counters.get("run_delay_ns", 0.0)
+        own_excess_ns -= counters.get("run_delay_ns", 0.0)
         counters |= dict.fromkeys({"run_delay_ns", "throttled_ns"} & set(counters), 0.0)
     usual_run_delay = _usual_run_delay(evidence.steps.run_delay_ns[cells], evidence.steps.running_ns[cells], index)
-    return _Excess(float(np.average(delay_ns, weights=weights)), own_ns, counters, usual_run_delay)
+    return _Excess(float(np.average(delay_ns, weights=weights)), own_excess_ns, counters, usual_run_delay)
 
 
 def _usual_run_delay(run_delay_ns: wire.Ints, running_ns: wire.Ints, index: int) -> float:

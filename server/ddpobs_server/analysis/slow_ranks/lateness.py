@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpobs import wire
-from ddpobs.shared.delay import delays, excesses, is_late
+from ddpobs.shared.delay import delays, excess_of, excesses, is_late
 from ddpobs.whatif.repair import repaired_ns
 from ddpobs_server.analysis.finding import Gain
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
@@ -129,11 +129,8 @@ def slow_phases(joined: JoinedSteps, index: int, rows: wire.Ints, *, usual: bool
     Returns:
         Mean or median excess in ns, by phase.
     """
-    others = np.delete(np.arange(len(joined.ranks)), index)
-    of_phases = np.moveaxis(joined.phases_ns, -1, 0)
     # One phase after another: a copy of all phases of a thousand ranks would be the largest of a diagnosis.
-    others_ns = np.stack([np.median(of_phase[rows[:, None], others], axis=1) for of_phase in of_phases])
-    excesses_ns = of_phases[:, rows, index] - others_ns
+    excesses_ns = np.stack([excess_of(of_phase[rows], index) for of_phase in np.moveaxis(joined.phases_ns, -1, 0)])
     excess_ns, medians_ns = excesses_ns.mean(axis=1), np.median(excesses_ns, axis=1)
     if usual and medians_ns[medians_ns > 0].sum() >= 0.5 * excess_ns[excess_ns > 0].sum():
         excess_ns = medians_ns
