@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ddpobs_server.reports.account_json import account_json
 from ddpobs_server.reports.attempts import AttemptOutcome, attempt_outcomes
@@ -31,7 +31,10 @@ from ddpobs_server.store import Run, Store
 from ddpobs_server.web.run_faults import RunFaults
 
 _Responses = Cache[dict[str, Any]]
+_Kept = TypeVar("_Kept")
 _CACHED, _CACHED_PARTS, _CACHED_ACCOUNTS = 1024, 64, 64
+_CACHED_MODELS = 8
+"""Models of steps: each holds the own times of all ranks, 20 MB with 1,024."""
 _OUTLINES = 20_000
 """Outlines of diagnoses, of about 2 kB: more than the runs of a scrape, or each scrape would diagnose them all anew."""
 _PATIENCE_S = 1.0
@@ -64,7 +67,7 @@ class Reports:
         self._outlines: Cache[DiagnosisOutline] = Cache(_OUTLINES)
         self._parts: _Responses = Cache(_CACHED_PARTS)
         self._accounts: _Responses = Cache(_CACHED_ACCOUNTS)
-        self._modelled: Cache[Modelled] = Cache(_CACHED_PARTS)
+        self._modelled: Cache[Modelled] = Cache(_CACHED_MODELS)
         self._pipelines: _Responses = Cache(_CACHED_PARTS)
         self._background = BackgroundDiagnoses(self.diagnostics, self.faults)
         self._comparisons: _Responses = Cache(_CACHED_PARTS)
@@ -90,13 +93,17 @@ class Reports:
         A picture marks the findings that the page has just requested. Batches that arrived meanwhile would cost a
         second diagnosis, also while the first is computed.
         """
-        now, cached = self._version(run), self._diagnoses.latest((run, attempt))
+        recent = self._of_last_half_minute(self._diagnoses, run, attempt)
+        return self.diagnostics(run, attempt) if recent is None else recent
+
+    def _of_last_half_minute(self, cache: Cache[_Kept], run: str, attempt: str) -> _Kept | None:
+        """Return what was computed of a live run in the last half minute, or is computed now; else None."""
+        now, cached = self._version(run), cache.latest((run, attempt))
         if cached is not None and _is_recent(cached.version, now):
             return cached.response
-        for version, diagnosis in self._diagnoses.pending((run, attempt)):
-            if _is_recent(version, now):
-                return diagnosis.result()
-        return self.diagnostics(run, attempt)
+        pending = (future for version, future in cache.pending((run, attempt)) if _is_recent(version, now))
+        future = next(pending, None)
+        return None if future is None else future.result()
 
     def diagnostics_between(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
         """Return the findings about the steps `first` to `last`; None leaves that end open."""
@@ -120,8 +127,14 @@ class Reports:
         return self._cached(self._pipelines, run, attempt, lambda: pipeline_response(self._store, run, attempt))
 
     def whatif(self, run: str, attempt: str, questions: Sequence[Question]) -> dict[str, Any]:
-        """Return the predicted steps of an attempt after some changes."""
-        known = self._modelled.get((run, attempt), self._version(run), lambda: self._diagnosis.modelled(run, attempt))
+        """Return the predicted steps of an attempt after some changes.
+
+        The model of a live run is kept for half a minute: the answers at all places of a slider share it.
+        """
+        known = self._of_last_half_minute(self._modelled, run, attempt)
+        if known is None or isinstance(known.fitted, str):  # With more steps there may be a model.
+            make = partial(self._diagnosis.modelled, run, attempt)
+            known = self._modelled.get((run, attempt), self._version(run), make)
         return {"run": run, "attempt": attempt, **whatif_json(known, questions)}
 
     def compare(self, a: tuple[str, str], b: tuple[str, str], limit: float) -> dict[str, Any]:

@@ -14,13 +14,14 @@ from ddpobs_server.reports.columns import RunColumns
 from ddpobs_server.reports.diagnosis import Diagnosis
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.reports.timeline import RunTimeline
-from ddpobs_server.store import Store
+from ddpobs_server.store import Store, UnavailableError
 
 from ddpobs import wire
 from tests.support.analysis.scenario import MS, Slow, columns, own_times, with_columns
 from tests.support.server.report_batches import ATTEMPT, RANKS, RUN, batch, fill, ingest, select, spans_of
 
 HOUR = 3_600_000 * MS
+MB = 10**6
 
 
 def fill_parted(store: Store, count: int, behind: int) -> None:
@@ -187,3 +188,27 @@ def test_marks_wait_for_the_diagnosis_that_is_computed(store: Store, monkeypatch
         assert not begun.acquire(timeout=0.5)
         may_continue.set()
         assert marks.result(60) is first.result(60)
+
+
+def test_the_model_of_a_live_run_is_kept_for_half_a_minute(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(store, 60)
+    now_ns = [2]
+    reports = Reports(store, now_ns=lambda: now_ns[0])
+    assert reports.whatif(RUN, ATTEMPT, [])["missing"] == ["no layout of buckets is recorded"]
+    parameters = [wire.Parameter(name="weight", size=MB)]
+    buckets = [wire.Bucket(size_bytes=size, dtype="float32", parameters=parameters) for size in (4 * MB, MB)]
+    ingest(
+        store, batch(0, 2, layouts=[wire.Layout(module=0, name="m", revision=0, comm="all_reduce", buckets=buckets)])
+    )
+    present = reports.whatif(RUN, ATTEMPT, [])["now"]
+    assert present["bucket_bytes"] == [4 * MB, MB]
+
+    def fail(*_: Any) -> Any:
+        raise UnavailableError("the database is gone", full=False)
+
+    monkeypatch.setattr(store, "steps", fail)
+    ingest(store, batch(0, 3, events=[wire.Event(kind="anything", at_ns=0)]))
+    assert reports.whatif(RUN, ATTEMPT, [])["now"] == present
+    now_ns[0] = 35_000 * MS
+    with pytest.raises(UnavailableError):
+        reports.whatif(RUN, ATTEMPT, [])
