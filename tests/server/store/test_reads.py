@@ -64,8 +64,8 @@ def test_the_number_of_statements_grows_with_neither_ranks_nor_runs(fresh: Fresh
 
 @pytest.mark.parametrize("gap", [0, 1000])
 def test_rows_are_sorted_by_step_and_rank_with_and_without_gaps(store: Store, gap: int) -> None:
-    sent = [batch("run", seq, rank, steps=steps(first, 5)) for seq, rank, first in ((0, 1, 5 + gap), (0, 0, 0))]
-    sent += [batch("run", 1, rank, steps=steps(first, 5)) for rank, first in ((1, 0), (0, 5 + gap))]
+    batches = ((0, 1, 0), (1, 1, 5 + gap), (0, 0, 0), (1, 0, 5 + gap))
+    sent = [batch("run", seq, rank, steps=steps(first, 5)) for seq, rank, first in batches]
     store.ingest([Arrival(wire.decode(wire.encode(one)), bytes([number]), 1, 1) for number, one in enumerate(sent)])
     rank, rows = store.steps("run", ATTEMPT)
     assert rank.tolist() == [0, 1] * 10

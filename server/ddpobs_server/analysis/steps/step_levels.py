@@ -36,7 +36,10 @@ def step_levels(first: wire.Ints, last: wire.Ints, step_ns: Floats) -> list[Step
     width = -(-len(first) // _MAX_BINS)
     begins = np.arange(0, len(first), width)
     ends = np.minimum(begins + width, len(first)) - 1
-    medians = np.array([np.median(step_ns[begin : end + 1]) for begin, end in zip(begins, ends, strict=True)])
+    whole = len(first) // width * width
+    medians = np.median(step_ns[:whole].reshape(-1, width), axis=1)
+    if whole < len(first):
+        medians = np.append(medians, np.median(step_ns[whole:]))
     counts = last[ends] - first[begins] + 1
     levels: list[tuple[int, int]] = []
     for begin, end in segments(medians):

@@ -60,7 +60,7 @@ def step_bins(
     if blocks is not None:
         conditions.append(_c.block.in_(blocks))
     query = select(_c.bin, _c.columns, _c.payload).where(*conditions, _c.rows > 0).order_by(_c.bin, _c.block)
-    stored = list(connection.execute(query))
+    stored = connection.execute(query).all()
     if not stored:
         return np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
     counts = [zstandard.frame_content_size(payload) // (8 * count) for _, count, payload in stored]
