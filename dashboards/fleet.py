@@ -115,4 +115,33 @@ def _rows() -> list[Row]:
                 ),
             ],
         ),
+        (
+            "Twelve weeks",
+            [
+                number(
+                    "Rank-hours",
+                    "max(ddpobs_fleet_rank_seconds) / 3600",
+                    "h",
+                    24,
+                    "Hours of all ranks of the workspace's runs, also of those that have ended.",
+                    legend="rank-hours",
+                ).height(4),
+                bars(
+                    "Rank-hours lost, by cause",
+                    f"topk({TOP}, max by (cause) (ddpobs_fleet_lost_seconds)) / 3600",
+                    "h",
+                    "Hours of all ranks in the lost parts of the account. Small is good.",
+                    legend="{{cause}}",
+                ),
+                bars(
+                    "Slow hosts",
+                    f"topk({TOP}, max by (host) (ddpobs_fleet_slow_host_ratio)) "
+                    'or label_replace(max(ddpobs_fleet_compared_runs) * 0, "host", "none", "", "")',
+                    "percentunit",
+                    "Hosts that are the slowest of their jobs more often than by chance: how late they are, as a share "
+                    "of a step. None is good, if runs on several hosts were compared.",
+                    legend="{{host}}",
+                ),
+            ],
+        ),
     ]

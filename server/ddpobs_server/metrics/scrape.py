@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
+from ddpobs_server.metrics.fleet_metrics import render_fleet
 from ddpobs_server.metrics.metric import Families, Render
 from ddpobs_server.metrics.run_metrics import headers, render_present, render_runs
 from ddpobs_server.reports.reports import Reports
@@ -74,7 +75,8 @@ class RunRenderer:
             with self._faults.contained("findings", run.run):
                 present = render_present(run, state_of_run(run, self._settings, now_ns), diagnosis)
                 texts.append(families[run.run] | present)
-        return Scrape(_join(render, texts), len(active) - len(fitting))
+        fleet = render_fleet(self._reports.fleet_figures.latest(workspace), render)
+        return Scrape(_join(render, texts) + fleet, len(active) - len(fitting))
 
     def _read(self, times: tuple[int, int], workspace: str) -> tuple[list[Run], dict[str, Families]]:
         """Read the runs with their last batch between two times, and render those that have changed.

@@ -1,4 +1,7 @@
-"""Writes the totals by host that diagnoses leave, and begins diagnoses of runs that nobody has looked at."""
+"""Writes the totals by host that diagnoses leave, and begins diagnoses of runs that nobody has looked at.
+
+It also makes the figures of the fleet in `/metrics` again.
+"""
 
 from __future__ import annotations
 
@@ -107,6 +110,8 @@ class FleetTotals:
             is_closing = self._closing.wait(_PERIOD_S)
             try:
                 self.write(time.time_ns())
+                if not is_closing:
+                    self._reports.fleet_figures.refresh()
                 if not is_closing and time.monotonic() - round_s > _ROUND_S:
                     round_s = time.monotonic()
                     self.diagnose(time.time_ns())

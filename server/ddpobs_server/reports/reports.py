@@ -21,6 +21,7 @@ from ddpobs_server.reports.compare import Side, compare_json
 from ddpobs_server.reports.diagnosis import Diagnosis
 from ddpobs_server.reports.digests import RunDigests
 from ddpobs_server.reports.fleet import fleet_json
+from ddpobs_server.reports.fleet_figures import WEEKS, FleetFigures
 from ddpobs_server.reports.host_totals import UnwrittenTotals
 from ddpobs_server.reports.outline import DiagnosisOutline
 from ddpobs_server.reports.pipeline import pipeline_response
@@ -63,6 +64,7 @@ class Reports:
         self.faults = faults or RunFaults()
         self.unwritten_totals = UnwrittenTotals()
         self.digests = RunDigests(store, self.faults)
+        self.fleet_figures = FleetFigures(lambda workspace: self.fleet(workspace, WEEKS, now_ns(), None))
         self._diagnoses: _Responses = Cache(_CACHED)
         self._outlines: Cache[DiagnosisOutline] = Cache(_OUTLINES)
         self._parts: _Responses = Cache(_CACHED_PARTS)

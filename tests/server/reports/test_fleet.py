@@ -9,11 +9,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from ddpobs_server.metrics.fleet_metrics import render_fleet
 from ddpobs_server.operations.fleet_totals import FleetTotals
 from ddpobs_server.reports.fleet import fleet_json
+from ddpobs_server.reports.fleet_figures import FleetFigures
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.store import DEFAULT_WORKSPACE, Arrival, Store, UnavailableError
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from ddpobs import wire
 from tests.support.analysis.scenario import Slow, columns, own_times
@@ -221,3 +223,46 @@ def test_the_oldest_runs_are_left_out_and_this_is_reported(store: Store, monkeyp
     fleet = report(store)
     assert fleet["runs"] == 1
     assert any("older runs" in reason for reason in fleet["missing"])
+
+
+def test_a_scrape_has_the_figures_that_were_made_after_the_one_before(store: Store) -> None:
+    runs = [f"run-{number}" for number in range(6)]
+    for run in runs:
+        send(store, run)
+    write(store, *runs)
+    figures = Reports(store, now_ns=lambda: NOW_NS).fleet_figures
+    assert figures.latest(DEFAULT_WORKSPACE) is None
+    figures.refresh()
+    made = figures.latest(DEFAULT_WORKSPACE)
+    assert made is not None
+    assert (list(made.late_ratios), made.compared_runs) == (["node2"], 6)
+    lines = render_fleet(made, generate_latest).decode().splitlines()
+    assert f"ddpobs_fleet_rank_seconds {made.rank_s}" in lines
+    assert made.rank_s == pytest.approx(6 * RANKS * 100)
+    lost = [float(line.rpartition(" ")[2]) for line in lines if line.startswith("ddpobs_fleet_lost_seconds{cause=")]
+    assert sum(lost) == pytest.approx(0.4 * made.rank_s)
+    assert f'ddpobs_fleet_slow_host_ratio{{host="node2"}} {made.late_ratios["node2"]}' in lines
+    assert not [line for line in render_fleet(None, generate_latest).decode().splitlines() if line[0] != "#"]
+
+
+def test_figures_take_at_most_a_hundredth_of_the_time_and_end_without_scrapes() -> None:
+    now_s, reports = [0.0], list[str]()
+    empty = {"rank_hours": 0.0, "causes": [], "slow_hosts": [], "compared_runs": 0}
+
+    def report(workspace: str) -> dict[str, Any]:
+        reports.append(workspace)
+        now_s[0] += 2
+        return empty
+
+    figures = FleetFigures(report, lambda: now_s[0])
+    figures.refresh()
+    figures.latest("team")
+    figures.refresh()
+    for at_s, count in ((201, 1), (202, 2)):
+        now_s[0] = at_s
+        figures.latest("team")
+        figures.refresh()
+        assert len(reports) == count
+    now_s[0] = 900
+    figures.refresh()
+    assert (len(reports), figures.latest("team")) == (2, None)
