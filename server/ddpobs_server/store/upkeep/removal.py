@@ -204,7 +204,7 @@ def _delete_chunks(
     order: tuple[Any, ...] = (c.seq,)
     count = _CHUNKS_FOR_ROOM if for_room else _CHUNKS
     if for_room:
-        ordinal = select(a.ordinal).where(a.run_id == c.run_id, a.attempt == c.attempt).correlate(schema.chunks)
+        ordinal = select(a.ordinal).where(a.run_id == run, a.attempt == c.attempt).correlate(schema.chunks)
         order = (ordinal.scalar_subquery(), c.last_step)
     selected = select(*key).where(c.run_id == run, *conditions).order_by(*order).limit(count).correlate(None)
     delete = schema.chunks.delete().where(c.run_id == run, tuple_(*key).in_(selected))
