@@ -42,6 +42,7 @@ class _FleetMetrics(Collector):
             compared.add_metric([], self._outline.compared_runs)
             for cause, lost_s in self._outline.lost_s.items():
                 lost.add_metric([cause], lost_s)
-            for host, ratio in list(self._outline.late_ratios.items())[:_MAX_HOSTS]:
-                slow.add_metric([host[:_LABEL_CHARACTERS]], ratio)
+            by_label = {host[:_LABEL_CHARACTERS]: ratio for host, ratio in self._outline.late_ratios.items()}
+            for label, ratio in list(by_label.items())[:_MAX_HOSTS]:
+                slow.add_metric([label], ratio)
         yield from (total, lost, slow, compared)

@@ -70,7 +70,7 @@ class FleetFigures:
             return entry.outline
 
     def refresh(self) -> None:
-        """Make the figures again that are due.
+        """Make the figures again that are due. A workspace that fails waits, and holds up no other.
 
         Raises:
             UnavailableError: The database does not answer.
@@ -82,6 +82,7 @@ class FleetFigures:
             due = [(name, entry) for name, entry in self._entries.items() if began_s >= entry.due_s]
         for workspace, entry in due:
             started_s = self._clock()
+            entry.due_s = started_s + _MIN_AGE_S
             entry.outline = FleetOutline.of(self._report(workspace))
             ended_s = self._clock()
             entry.due_s = ended_s + max(_MIN_AGE_S, (ended_s - started_s) / _SHARE)

@@ -245,6 +245,26 @@ def test_a_scrape_has_the_figures_that_were_made_after_the_one_before(store: Sto
     assert not [line for line in render_fleet(None, generate_latest).decode().splitlines() if line[0] != "#"]
 
 
+def test_a_workspace_whose_report_fails_does_not_hold_up_the_others() -> None:
+    now_s = [0.0]
+
+    def report(workspace: str) -> dict[str, Any]:
+        if workspace == "broken":
+            raise ValueError(workspace)
+        return {"rank_hours": 1.0, "causes": [], "slow_hosts": [], "compared_runs": 0}
+
+    figures = FleetFigures(report, lambda: now_s[0])
+    for workspace in ("broken", "team"):
+        figures.latest(workspace)
+    with pytest.raises(ValueError, match="broken"):
+        figures.refresh()
+    now_s[0] = 1
+    figures.refresh()
+    made = figures.latest("team")
+    assert made is not None
+    assert made.rank_s == 3600
+
+
 def test_figures_take_at_most_a_hundredth_of_the_time_and_end_without_scrapes() -> None:
     now_s, reports = [0.0], list[str]()
     empty = {"rank_hours": 0.0, "causes": [], "slow_hosts": [], "compared_runs": 0}
