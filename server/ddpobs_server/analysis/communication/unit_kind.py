@@ -116,8 +116,8 @@ def _latency(units: UnitSteps, links: Mapping[str, Link], latency_ns: float) -> 
 
 def _kept(units: UnitSteps) -> tuple[Gain | None, str]:
     remedy = (
-        "Keep parameters gathered until backward: fully_shard(module, reshard_after_forward=False), if "
-        f"{size_text(kept_bytes(units))} more on each rank have room."
+        "Keep parameters gathered until backward: fully_shard(module, reshard_after_forward=False), if each rank has "
+        f"room for {size_text(kept_bytes(units))} more."
     )
     return units.gain(kept_saving_ns(units)), remedy
 
