@@ -62,7 +62,7 @@ def test_large_units_on_a_slow_link_are_a_matter_of_bandwidth_with_the_gain_of_h
 def test_units_in_half_precision_already_are_kept_gathered() -> None:
     run = replace(LARGE, dtype="bfloat16")
     finding = finding_of(run)
-    assert "reshard_after_forward=False), if 5 MB more" in finding.remedy
+    assert "reshard_after_forward=False), if each rank has room for 5 MB more." in finding.remedy
     assert "half precision" not in finding.remedy
     assert finding.gain is not None
     assert finding.gain.step_ns == pytest.approx(saved_ns(run, replace(run, reshard=False)), rel=0.06)
