@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.support.chromium import chromium
 from tests.support.cli import ROOT
@@ -80,5 +81,5 @@ def test_no_line_of_code_is_cut_off_and_no_page_is_wider_than_the_screen(
 def test_the_start_page_has_the_four_tabs_and_a_picture(browser: Any, site: tuple[str, Path]) -> None:
     page = browser.new_page(viewport={"width": 1400, "height": 900})
     page.goto(f"{site[0]}/index.html")
-    assert page.locator(".md-tabs__item").all_inner_texts() == ["Use", "Findings", "Reference", "Operate"]
+    expect(page.locator(".md-tabs__item")).to_have_text(["Use", "Findings", "Reference", "Operate"])
     assert page.locator("article img").evaluate("image => image.naturalWidth") > 500

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from playwright.sync_api import expect
 
 from benchmarks.rig.collector import collector
 from ddpobs import wire
@@ -73,15 +74,16 @@ def test_the_page_of_a_run_that_hangs_shows_place_and_stack(browser: Any, url: s
     visit.page.get_by_role("heading", name="The run hangs in step 7").wait_for()
     visit.page.locator("#findings").get_by_text(re.compile(r"^rank 1 has been in the data loader for 1\d s")).wait_for()
     visit.page.locator("#facts .state.hung").wait_for()
-    stack = visit.page.locator("#findings pre").inner_text()
-    assert stack.splitlines() == ["Rank 1:", "  train.py:5 main", f"  data.py:31 {EVIL}"]
-    cell = visit.page.locator("#processes td.hung").nth(1).inner_text()
-    assert cell.startswith(f"stuck for 14 s at data.py:31 {EVIL}: data, step 7, bucket 0.0 (")
-    assert visit.page.locator("#attempts tbody tr").count() == 1
+    stack = re.escape(f"Rank 1:\n  train.py:5 main\n  data.py:31 {EVIL}")
+    expect(visit.page.locator("#findings pre")).to_have_text(re.compile(f"^{stack}\\s*$"))
+    cell = f"stuck for 14 s at data.py:31 {EVIL}: data, step 7, bucket 0.0 ("
+    expect(visit.page.locator("#processes td.hung").nth(1)).to_have_text(re.compile(f"^{re.escape(cell)}"))
+    expect(visit.page.locator("#attempts tbody tr")).to_have_count(1)
     settle(visit)
-    assert visit.page.locator("#figure-phases .summary").inner_text().endswith("One finding is after these steps.")
+    after = re.compile(r"One finding is after these steps\.$")
+    expect(visit.page.locator("#figure-phases .summary")).to_have_text(after)
     assert visit.errors == []
-    assert visit.page.title() == "hung · ddpobs"
+    expect(visit.page).to_have_title("hung · ddpobs")
 
 
 def test_a_command_in_a_text_is_shown_as_code(browser: Any, url: str) -> None:
@@ -99,20 +101,20 @@ def test_the_page_switches_between_attempts(browser: Any, url: str) -> None:
     rows = visit.page.locator("#attempts tbody tr")
     rows.nth(1).wait_for()
     reason = f"rank 1: ValueError: a bad sample {EVIL}, in forward of step 6"
-    assert rows.nth(1).locator("td").nth(2).inner_text() == reason
+    expect(rows.nth(1).locator("td").nth(2)).to_have_text(reason)
     restart = f"This attempt is a restart: attempt 1 failed after 7 steps; {reason}."
-    assert visit.page.locator("#restarted").inner_text() == restart
+    expect(visit.page.locator("#restarted")).to_have_text(restart)
     visit.page.get_by_role("link", name="attempt 1").click()
     visit.page.get_by_role("heading", name="Rank 1 failed in forward of step 6").wait_for()
     visit.page.locator("#facts").get_by_text("7 steps · attempt 1 of 2").wait_for()
-    assert visit.page.locator("#facts .state").inner_text() == "failed"
-    assert visit.page.locator("#findings pre").inner_text() == "File train.py\nline 7"
-    assert visit.page.url == f"{url}/runs/again?attempt=1"
+    expect(visit.page.locator("#facts .state")).to_have_text("failed")
+    expect(visit.page.locator("#findings pre")).to_have_text(re.compile(r"^File train\.py\nline 7\s*$"))
+    expect(visit.page).to_have_url(f"{url}/runs/again?attempt=1")
     reads = [address for address in visit.requests if "/diagnostics" in address]
     assert [address for address in reads if f"attempt={ATTEMPT}" in address]
     visit.page.get_by_role("link", name="attempt 2").click()
     visit.page.locator("#facts").get_by_text("3 steps · attempt 2 of 2").wait_for()
-    assert visit.page.url == f"{url}/runs/again"
+    expect(visit.page).to_have_url(f"{url}/runs/again")
     assert visit.errors == []
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from playwright.sync_api import expect
 
 from benchmarks import soak_load
 from benchmarks.rig.collector import collector
@@ -30,20 +31,21 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield running.url
 
 
-def markup(visit: Visit) -> int:
-    """Elements that a name has added to the document."""
-    return int(visit.page.locator("script", has_text="alert(1)").count())
+def is_clean(visit: Visit) -> None:
+    """No name has added an element to the document, and no script failed."""
+    expect(visit.page.locator("script", has_text="alert(1)")).to_have_count(0)
+    assert visit.errors == []
 
 
 @pytest.mark.parametrize(("run", "selection"), zip(RUNS, ["?step=1", ""], strict=True))
 def test_a_hostile_run_is_shown(browser: Any, url: str, run: str, selection: str) -> None:
     visit = drawn(browser, f"{url}/runs/{run}{selection}")
-    assert visit.page.locator("#processes tbody tr").count() == 1
-    assert visit.page.locator("#figure-step canvas").count() > 0
-    assert (visit.errors, markup(visit)) == ([], 0)
+    expect(visit.page.locator("#processes tbody tr")).to_have_count(1)
+    expect(visit.page.locator("#figure-step canvas")).not_to_have_count(0)
+    is_clean(visit)
     visit.page.goto(f"{url}/api/v1/runs/{run}/report.html")
     visit.page.get_by_role("heading", name="One step").wait_for()
-    assert (visit.errors, markup(visit)) == ([], 0)
+    is_clean(visit)
 
 
 def test_hostile_runs_are_listed_and_compared(browser: Any, url: str) -> None:
@@ -52,4 +54,4 @@ def test_hostile_runs_are_listed_and_compared(browser: Any, url: str) -> None:
         visit.page.locator("#runs").get_by_role("link", name=run, exact=True).wait_for()
     visit.page.goto(f"{url}/compare?a={RUNS[0]}&b={RUNS[1]}")
     visit.page.wait_for_load_state("networkidle")
-    assert (visit.errors, markup(visit)) == ([], 0)
+    is_clean(visit)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from playwright.sync_api import expect
 
 from benchmarks.rig.collector import collector
 from tests.support.profiler_traces import trace
@@ -23,7 +24,7 @@ def test_files_that_are_uploaded_open_their_run(browser: Any, tmp_path: Path) ->
     with collector(tmp_path) as running:
         visit = Visit(browser, running.url)
         open_form(visit, files)
-        assert visit.page.get_by_label("Name of the run").input_value() == "slow_rank0"
+        expect(visit.page.get_by_label("Name of the run")).to_have_value("slow_rank0")
         visit.page.get_by_label("Name of the run").fill("monday")
         visit.page.get_by_role("button", name="Import", exact=True).click()
         visit.page.wait_for_url("**/runs/monday")
@@ -39,7 +40,7 @@ def test_a_refused_file_is_named_and_the_form_stays(browser: Any, tmp_path: Path
         open_form(visit, [bad])
         visit.page.get_by_role("button", name="Import", exact=True).click()
         visit.page.get_by_text("cut.json: expected a whole list of events").wait_for()
-        assert visit.page.locator("progress").is_hidden()
+        expect(visit.page.locator("progress")).to_be_hidden()
         assert httpx.get(f"{running.url}/api/v1/runs").json()["runs"] == []
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from playwright.sync_api import expect
+
 from tests.support.server.browsing import drawn
 
 _FOCUSED = """() => {
@@ -31,7 +33,7 @@ def test_with_a_keyboard_alone_the_figures_are_near_and_their_tools_have_names(b
         press("ArrowRight")
         tools.append(focused(_FOCUSED))
     assert tools == ["Pan steps or time", "Box Zoom steps or time", "Wheel Zoom steps or time", "Reset"]
-    assert visit.page.get_by_role("toolbar", name="Tools of One step").count() == 1
+    expect(visit.page.get_by_role("toolbar", name="Tools of One step")).to_have_count(1)
 
 
 def test_the_focus_stays_among_the_tools_when_the_window_becomes_narrow(browser: Any, url: str) -> None:
@@ -41,4 +43,4 @@ def test_the_focus_stays_among_the_tools_when_the_window_becomes_narrow(browser:
     visit.page.keyboard.press("ArrowRight")
     assert visit.page.evaluate(_FOCUSED) == "Box Zoom steps or time"
     visit.page.set_viewport_size({"width": 700, "height": 800})
-    visit.page.wait_for_function(f"({_FOCUSED})() === 'More tools'")
+    visit.page.wait_for_function(f"() => ({_FOCUSED})() === 'More tools'")

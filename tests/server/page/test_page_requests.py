@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from playwright.sync_api import expect
 
 from benchmarks.rig.collector import collector
 from ddpobs import wire
@@ -24,14 +26,15 @@ def test_a_run_is_refreshed_until_it_is_finished(browser: Any, tmp_path: Path, s
         visit.page.goto(f"{running.url}/runs/long")
         settle(visit)
         facts = visit.page.locator("#facts")
-        assert facts.inner_text().startswith(state)
+        expect(facts).to_have_text(re.compile(f"^{state}"))
         put(running.url, batches.batch("long", seq=1, events=[wire.Event(kind="goodbye", at_ns=0)]))
         reads = visit.reads()
         visit.page.clock.run_for(every_s * 1000 - 1)
         assert visit.reads() == reads
         with visit.page.expect_response("**/figures/buckets*"):  # The last request of a refresh.
             visit.page.clock.run_for(1)
-        assert facts.inner_text().startswith("finished")
+        expect(facts).to_have_text(re.compile("^finished"))
+        settle(visit)
         reads = visit.reads()
         visit.page.clock.run_for(60_000)
         assert visit.reads() == reads
@@ -77,7 +80,7 @@ def test_names_of_clients_are_shown_as_text_only(browser: Any, url: str) -> None
     visit.page.locator("#unused li").get_by_text("<img").wait_for()
     visit.page.locator("#findings").get_by_text(f"{EVIL} of {EVIL}").wait_for()
     visit.page.locator("#processes td").get_by_text(EVIL).first.wait_for()
-    assert visit.page.locator("img").count() == 0
+    expect(visit.page.locator("img")).to_have_count(0)
     assert "owned" not in visit.page.title()
 
 

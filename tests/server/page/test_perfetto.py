@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from ddpobs_server.page.trace_viewer import viewer_folder
+from playwright.sync_api import expect
 
 from tests.support.server.browsing import PATIENCE_MS, drawn
 
@@ -41,7 +42,7 @@ def opened(browser: Any, url: str) -> Iterator[tuple[Any, list[Any]]]:
     page.set_default_timeout(PATIENCE_MS)
     page.set_viewport_size({"width": 1400, "height": 1000})
     page.wait_for_function("() => self.app?.trace?.engine", timeout=PATIENCE_MS)
-    assert visit.page.locator("#notice").is_hidden()
+    expect(visit.page.locator("#notice")).to_be_hidden()
     yield page, requests
     visit.page.context.close()
 
@@ -118,7 +119,7 @@ def test_the_ui_lists_the_ranks_and_the_tracks_of_one(perfetto: Any) -> None:
     perfetto.get_by_text("rank 0").first.click()
     perfetto.get_by_text("bucket 0: head.weight").first.wait_for()
     perfetto.get_by_text("phases").first.wait_for()
-    assert perfetto.get_by_text("all ranks").count() == 1
+    expect(perfetto.get_by_text("all ranks")).to_have_count(1)
 
 
 def test_without_the_ui_the_page_says_what_to_install_and_saves_the_trace(browser: Any, url: str) -> None:
@@ -128,7 +129,7 @@ def test_without_the_ui_the_page_says_what_to_install_and_saves_the_trace(browse
     dialog = visit.page.get_by_role("dialog", name="Trace")
     dialog.get_by_text("pip install 'ddpobs[perfetto]'").wait_for()
     steps = dialog.get_by_role("textbox", name="Steps")
-    assert steps.input_value() == "1-2"
+    expect(steps).to_have_value("1-2")
     steps.fill("1-60")
     dialog.get_by_role("button", name="Save the file").click()
     dialog.get_by_text("expected at most 50, got 60").wait_for()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from ddpobs_server.figures.registry import NAMES
+from playwright.sync_api import expect
 
 from ddpobs import wire
 from ddpobs.shared.words import LABELS, finding_lines
@@ -51,7 +52,7 @@ def test_the_figures_show_the_slow_rank(browser: Any, url: str) -> None:
     assert column(visit, "phases", "bins", "backward") == [35.0] * STEPS
     assert "Rank 1 was last, 30 ms after" in summary(visit, "step")
     assert column(visit, "phases", "findings", "verdict")[0].startswith("Rank 1 is slow")
-    assert visit.page.locator("#processes tbody tr").count() == 2
+    expect(visit.page.locator("#processes tbody tr")).to_have_count(2)
     assert visit.errors == []
     assert all(address.startswith(url) for address in visit.requests)
 
@@ -61,13 +62,13 @@ def test_the_card_of_a_finding_has_its_parts_in_the_order_of_all_views(browser: 
     labels = visit.page.locator(".finding.critical .parts dt").all_inner_texts()
     assert labels == [label for label in LABELS.values() if label in labels]
     assert {"do", "saves"} <= set(labels)
-    assert re.search(r"saves\s+\d", visit.page.locator(".finding.critical").inner_text())
-    assert visit.page.get_by_role("img", name="critical").count() == 1
+    expect(visit.page.locator(".finding.critical")).to_have_text(re.compile(r"saves\s*\d"))
+    expect(visit.page.get_by_role("img", name="critical")).to_have_count(1)
     visit.page.get_by_role("button", name="show in the figures").first.click()
     settle(visit)
-    assert visit.page.locator(".finding.chosen").count() == 1
-    assert "finding=straggler-1" in visit.page.url
-    assert visit.page.locator("#selection").bounding_box()["y"] < 100
+    expect(visit.page.locator(".finding.chosen")).to_have_count(1)
+    expect(visit.page).to_have_url(re.compile("finding=straggler-1"))
+    visit.page.wait_for_function("() => document.getElementById('selection').getBoundingClientRect().y < 100")
     finding = {part: f"the {part}" for part in reversed(LABELS)} | {"gain": {"text": "31 %"}, "when": ""}
     lines = "async (finding) => (await import('/static/finding_parts.js')).findingLines(finding)"
     assert visit.page.evaluate(lines, finding) == [list(line) for line in finding_lines(finding)]
@@ -86,7 +87,7 @@ def test_a_step_shows_compute_waiting_and_moving_apart(browser: Any, url: str) -
     arrow = [column(visit, "step", "arrows", name) for name in ("late", "rank", "from", "from_ms", "to_ms")]
     assert [value for (value,) in arrow] == [1, 0, 1.775, pytest.approx(56), pytest.approx(56)]
     assert "The longest wait is rank 0's at bucket 0.0: 30 ms for rank 1." in summary(visit, "step")
-    assert visit.page.locator("#step").input_value() == "7"
+    expect(visit.page.locator("#step")).to_have_value("7")
 
 
 def test_a_step_is_about_the_selected_bucket(browser: Any, url: str) -> None:
@@ -119,13 +120,13 @@ def test_tags_and_note_are_edited_and_another_run_is_chosen_to_compare_with(brow
     visit.page.get_by_role("textbox", name="Note").fill("first try")
     visit.page.get_by_role("button", name="Save").click()
     visit.page.locator("dialog").wait_for(state="detached")
-    assert visit.page.locator("#labels .tag").all_inner_texts() == ["#nightly", f"#{EVIL[:20]}"]
+    expect(visit.page.locator("#labels .tag")).to_have_text(["#nightly", f"#{EVIL[:20]}"])
     visit.page.reload()
     settle(visit)
-    assert visit.page.locator("#labels .note").inner_text() == "first try"
+    expect(visit.page.locator("#labels .note")).to_have_text("first try")
     visit.page.get_by_role("button", name="compare with").click()
     dialog = visit.page.get_by_role("dialog", name="Compare labelled with")
-    assert dialog.get_by_role("combobox").input_value() == "picture"
+    expect(dialog.get_by_role("combobox")).to_have_value("picture")
     dialog.get_by_role("button", name="Compare").click()
     visit.page.wait_for_url(f"{url}/compare?a=picture&b=labelled")
     assert visit.errors == []
@@ -135,17 +136,19 @@ def test_a_click_on_a_finding_selects_it_and_its_link_restores_the_view(browser:
     visit = drawn(browser, f"{url}/runs/picture")
     visit.page.get_by_role("button", name="Rank 1 is slow in backward").click()
     settle(visit)
-    assert visit.page.url == f"{url}/runs/picture?steps=1-{STEPS - 1}&rank=1&bucket=0.0&finding=straggler-1"
+    selected = f"{url}/runs/picture?steps=1-{STEPS - 1}&rank=1&bucket=0.0&finding=straggler-1"
+    expect(visit.page).to_have_url(selected)
     assert summary(visit, "phases").startswith("Steps 1 to 59 of rank 1: 70 ms a step; backward 7")
     assert mark(visit, "phases", "selection") == [1, STEPS, None]
-    other = drawn(browser, visit.page.url)
-    assert other.page.locator(".finding.chosen").count() == 1
-    assert other.page.locator("#rank").input_value() == "1"
-    assert other.page.locator("#bucket-facts li").inner_text() == "head.weight (1)"
+    other = drawn(browser, selected)
+    expect(other.page.locator(".finding.chosen")).to_have_count(1)
+    expect(other.page.locator("#rank")).to_have_value("1")
+    expect(other.page.locator("#bucket-facts li")).to_have_text("head.weight (1)")
     named = drawn(browser, f"{url}/runs/picture?finding=straggler-1")
-    assert (named.page.url, named.errors) == (visit.page.url, [])
-    assert drawn(browser, f"{url}/runs/picture?bucket=1").page.locator("#bucket").input_value() == "0.1"
-    assert other.page.get_by_role("button", name="Rank 1 is slow").get_attribute("aria-pressed") == "true"
+    expect(named.page).to_have_url(selected)
+    assert named.errors == []
+    expect(drawn(browser, f"{url}/runs/picture?bucket=1").page.locator("#bucket")).to_have_value("0.1")
+    expect(other.page.get_by_role("button", name="Rank 1 is slow")).to_have_attribute("aria-pressed", "true")
     visit.page.go_back()
     visit.page.wait_for_url(f"{url}/runs/picture")
     visit.page.locator("#figure-phases .summary").get_by_text("of all ranks").wait_for()
@@ -155,12 +158,12 @@ def test_a_click_on_a_finding_selects_it_and_its_link_restores_the_view(browser:
 def test_a_click_on_a_figure_selects_its_rank_and_step(browser: Any, url: str) -> None:
     visit = drawn(browser, f"{url}/runs/picture")
     click(visit, "ranks", 20.5, 1)
-    assert visit.page.url.endswith("?rank=0&step=20")
+    expect(visit.page).to_have_url(f"{url}/runs/picture?rank=0&step=20")
     assert summary(visit, "step").startswith("Step 20: 2 of 2 ranks")
     assert mark(visit, "phases", "step") == [None, None, 20.5]
     visit.page.get_by_role("button", name="Later step").click()
     settle(visit)
-    assert visit.page.url.endswith("?rank=0&step=21")
+    expect(visit.page).to_have_url(f"{url}/runs/picture?rank=0&step=21")
     visit.page.locator("#steps").fill("10-19")
     visit.page.locator("#steps").press("Enter")
     settle(visit)
@@ -182,12 +185,12 @@ def test_of_many_ranks_each_can_be_found(browser: Any, url: str) -> None:
     visit.page.locator("#rank").press("Enter")
     settle(visit)
     assert column(visit, "ranks", "rows", "top") == [slow - 0.5]
-    assert visit.page.locator("#rows").input_value() == "1"  # The part in which its row is seen.
+    expect(visit.page.locator("#rows")).to_have_value("1")  # The part in which its row is seen.
     visit.page.locator("#match").fill("5, 90-99")
     visit.page.locator("#match").press("Enter")
     settle(visit)
     assert sorted(set(column(visit, "step", "compute", "rank"))) == [5, *range(90, 100)]
-    assert visit.page.locator("#processes tbody tr").count() == 11
+    expect(visit.page.locator("#processes tbody tr")).to_have_count(11)
     assert visit.errors == []
 
 
@@ -227,13 +230,13 @@ def test_the_table_of_ranks_begins_with_the_finding_s_rank_and_then_the_slowest(
         put(url, msgspec.structs.replace(batch("rows", rank, slow=rank == 2, host="node"), world_size=3))
     visit = drawn(browser, f"{url}/runs/rows")
     rows = visit.page.locator("#processes tbody tr")
-    assert [int(text.split()[0]) for text in rows.all_inner_texts()] == [2, 0, 1]
-    assert visit.page.get_by_role("columnheader").all_inner_texts().count("Dropped") == 0
+    expect(rows.locator("button")).to_have_text(["2", "0", "1"])
+    expect(visit.page.get_by_role("columnheader", name="Dropped")).to_have_count(0)
     visit.page.locator("#rank").fill("1")
     visit.page.locator("#rank").press("Enter")
     settle(visit)
-    assert [int(text.split()[0]) for text in rows.all_inner_texts()] == [1, 2, 0]
-    assert visit.page.locator("#processes tr[aria-current=true] button").inner_text() == "1"
+    expect(rows.locator("button")).to_have_text(["1", "2", "0"])
+    expect(visit.page.locator("#processes tr[aria-current=true] button")).to_have_text("1")
 
 
 def test_ranks_whose_step_numbers_are_far_apart_are_compared_and_drawn(browser: Any, url: str) -> None:
@@ -304,9 +307,9 @@ def test_a_live_run_is_followed_and_open_evidence_stays_open(browser: Any, url: 
     visit.page.clock.fast_forward(5000)
     visit.page.locator("#facts").get_by_text("120 steps").wait_for()
     visit.page.wait_for_function("first => document.getElementById('step').value !== first", arg=first)
-    assert visit.page.locator("#findings details[open]").count() == 1
-    assert visit.page.evaluate("document.activeElement.dataset.key") == "rank 0"
-    assert visit.page.locator("#facts").inner_text().count("UTC") == 1
+    expect(visit.page.locator("#findings details[open]")).to_have_count(1)
+    visit.page.wait_for_function("() => document.activeElement.dataset.key === 'rank 0'")
+    expect(visit.page.locator("#facts")).to_have_text(re.compile("^(?!.*UTC.*UTC).*UTC", re.DOTALL))
     visit.page.locator("#step").fill("3")
     visit.page.locator("#step").press("Enter")
     visit.page.get_by_role("button", name="Follow the run").wait_for()
@@ -319,14 +322,14 @@ def test_a_failed_request_is_shown_in_its_figure(browser: Any, url: str) -> None
     visit.page.get_by_role("button", name="Later step").click()
     visit.page.locator("#figure-step").get_by_text("request fewer steps").wait_for()
     settle(visit)
-    assert visit.page.locator("#figure-step canvas").count() == 0
-    assert visit.page.locator("#figure-buckets canvas").count() > 0
+    expect(visit.page.locator("#figure-step canvas")).to_have_count(0)
+    expect(visit.page.locator("#figure-buckets canvas")).not_to_have_count(0)
 
 
 def test_a_malformed_part_of_the_address_is_named(browser: Any, url: str) -> None:
     visit = drawn(browser, f"{url}/runs/picture?steps=9-x&rank=-1&step=1.5&bucket=a&order=size")
     expected = "The address has a malformed steps, rank, step, bucket, order, which is left out."
-    assert visit.page.locator("#wrong").inner_text() == expected
+    expect(visit.page.locator("#wrong")).to_have_text(expected)
 
 
 def test_a_wrong_address_shows_a_page(browser: Any, url: str) -> None:
@@ -359,11 +362,11 @@ def test_the_report_is_one_file_that_draws_all_figures(browser: Any, url: str, t
     visit = Visit(browser, file.as_uri())
     visit.page.get_by_role("heading", name="Rank 1 is slow in backward").wait_for()
     visit.page.get_by_role("heading", name="Ranks", exact=True).wait_for()
-    assert visit.page.get_by_role("link", name=f"{url}/runs/picture").count() == 1
+    expect(visit.page.get_by_role("link", name=f"{url}/runs/picture")).to_have_count(1)
     visit.page.locator("[data-item=item-buckets] canvas").first.wait_for()
-    assert visit.page.locator("[data-item] .bk-Figure").count() == DRAWN
-    assert visit.page.get_by_text(re.escape(EVIL)).count() == 0
-    assert visit.page.locator("img").count() == 0
+    expect(visit.page.locator("[data-item] .bk-Figure")).to_have_count(DRAWN)
+    expect(visit.page.get_by_text(re.escape(EVIL))).to_have_count(0)
+    expect(visit.page.locator("img")).to_have_count(0)
     assert "owned" not in visit.page.title()
     assert visit.requests == [file.as_uri()]
     assert visit.errors == []

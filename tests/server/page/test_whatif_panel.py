@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.support.server.batches import get
 from tests.support.server.browsing import Visit, drawn
@@ -33,20 +34,20 @@ def test_a_slider_predicts_the_step_and_draws_it_below_the_present_one(browser: 
     predicted = get(url, "/runs/sliders/whatif", link_factor=2)["answers"][0]["prediction"]
     assert f"{predicted['step_ns'] / 1e6:.3g} ms a step" in text
     assert predicted["words"] in text
-    titles = visit.page.locator("#whatif-picture figcaption").all_text_contents()
-    assert [title.split(":")[0] for title in titles] == ["now", "after"]
-    assert visit.page.locator("#whatif-picture .whatif-exposed_comm").count() == 4
-    assert "whatif=link_factor%3D2" in visit.page.url
+    titles = visit.page.locator("#whatif-picture figcaption")
+    expect(titles).to_have_text([re.compile("^now:"), re.compile("^after:")])
+    expect(visit.page.locator("#whatif-picture .whatif-exposed_comm")).to_have_count(4)
+    expect(visit.page).to_have_url(re.compile("whatif=link_factor%3D2"))
     assert visit.errors == []
 
 
 def test_the_address_holds_the_change(browser: Any, address: str) -> None:
     visit = drawn(browser, f"{address}?whatif=compression%3Dfp16%26accumulate%3D4")
     assert "comm='fp16', 4 batches a step" in answer(visit, "4 batches a step")
-    assert visit.page.locator("#whatif-batches-value").inner_text() == "4 a step"
+    expect(visit.page.locator("#whatif-batches-value")).to_have_text("4 a step")
     visit.page.get_by_role("button", name="As now").click()
     answer(visit, "A step takes")
-    assert "whatif" not in visit.page.url
+    expect(visit.page).to_have_url(address)
 
 
 def test_what_the_run_does_not_show_is_refused_on_the_page(browser: Any, url: str) -> None:

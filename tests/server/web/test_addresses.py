@@ -14,6 +14,7 @@ import httpx
 import pytest
 from ddpobs_server.settings import Settings
 from ddpobs_server.web import bounded_protocol, listening
+from playwright.sync_api import expect
 from pydantic import ValidationError
 
 from benchmarks.rig.collector import collector
@@ -98,7 +99,7 @@ def test_the_page_and_the_documentation_work_below_a_path(below_path: str, brows
     visit.page.wait_for_url(f"{below_path}/runs/behind")
     visit.page.locator("#processes tbody tr").first.wait_for()
     report = f"{PATH}/api/v1/runs/behind/report.html?attempt={ATTEMPT}"
-    assert visit.page.locator("#report").get_attribute("href") == report
+    expect(visit.page.locator("#report")).to_have_attribute("href", report)
     visit.page.get_by_role("link", name="API").click()
     visit.page.get_by_text("ddpobs collector").first.wait_for()
     assert visit.errors == []

@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from playwright.sync_api import expect
 
 from ddpobs import wire
 from tests.support.columns import make_spans, make_steps
@@ -14,6 +15,8 @@ EVIL = "<img src=x onerror=document.title='owned'>"
 STEPS, MS = 60, 1_000_000
 PATIENCE_MS = 120_000
 """A page may take as long on a machine that runs other tests."""
+
+expect.set_options(timeout=PATIENCE_MS)
 
 
 def batch(run: str, rank: int, slow: bool, host: str) -> wire.Batch:
@@ -143,7 +146,7 @@ def drawn(browser: Any, address: str) -> Visit:
 
 def settle(visit: Visit) -> None:
     """Wait until all figures follow the selection, and the answer to what would help is there."""
-    visit.page.locator("#view[aria-busy=false]:not(:has([aria-busy=true]))").wait_for(timeout=120_000)
+    visit.page.locator("#view[aria-busy=false]:not(:has([aria-busy=true]))").wait_for()
 
 
 def column(visit: Visit, figure: str, source: str, name: str) -> list[Any]:

@@ -55,8 +55,8 @@ export class RunRow {
 
   #showFinding(run) {
     const { diagnosis } = run;
-    const shown = diagnosis && { ...diagnosis, current: true };
-    this.#fill(this.cells.finding, shown, () => finding(run));
+    const { worst, severity, findings, summary } = diagnosis ?? {};
+    this.#fill(this.cells.finding, [worst, severity, findings, summary], () => finding(run));
     this.cells.gain.textContent = gain(diagnosis?.gain);
     this.cells.goodput.textContent = diagnosis?.goodput == null ? "–" : percent(diagnosis.goodput);
   }
