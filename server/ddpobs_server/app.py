@@ -46,7 +46,7 @@ from ddpobs_server.reports.reports import Reports
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
 from ddpobs_server.store.database import database_lock
-from ddpobs_server.web import listening, problems, security_headers, serving
+from ddpobs_server.web import listening, memory, problems, security_headers, serving
 from ddpobs_server.web.authenticator import Authenticator
 from ddpobs_server.web.bounded_protocol import BoundedHttpProtocol
 from ddpobs_server.web.fair_slots import FairSlots
@@ -295,6 +295,7 @@ def _log_address(url: str, settings: Settings, has_tokens: bool) -> None:
 def main() -> None:
     """Run the console script. `ddpobs-server --port 0` means `ddpobs-server serve --port 0`."""
     signals.install()
+    memory.limit_arenas()
     os.umask(0o077)  # The database holds run data and token digests: only the collector's user may read it.
     if len(sys.argv) > 1 and sys.argv[1].startswith("-") and sys.argv[1] != "--help":
         sys.argv.insert(1, "serve")

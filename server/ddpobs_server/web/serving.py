@@ -17,12 +17,12 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import uvicorn
 from fastapi import FastAPI
 from typing_extensions import override
 
 from ddpobs_server import signals
+from ddpobs_server.web import memory
 
 _log = logging.getLogger(__name__)
 _END_S = 30
@@ -32,8 +32,6 @@ _EXIT_S = 1.0
 _SWITCH_S = 0.001
 """Time for which a busy thread keeps the interpreter while others wait. A batch takes it some fifty times. Beside two
 busy threads a commit took 0.6 of its time with Python's 5 ms."""
-_RETAINED_BYTES = 2**25 - 2**16
-"""Just below glibc's upper limit of 32 MiB."""
 
 
 OnReload = Callable[[ssl.SSLContext | None], None]
@@ -90,7 +88,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         gc.collect()
         gc.freeze()
-        _retain_freed_memory()
+        memory.retain_freed()
         self._on_start(" and ".join(self._url(server.sockets[0].getsockname()) for server in self.servers))
 
     @override
@@ -142,12 +140,3 @@ def close(within_s: float, *callbacks: Callable[[], None]) -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             _log.warning("shutdown: %s did not end within %g s; the process ends without it", thread.name, within_s)
-
-
-def _retain_freed_memory() -> None:
-    """Let glibc reuse the memory of a batch's arrays for the next batch instead of returning it to the system.
-
-    Freeing one block raises M_MMAP_THRESHOLD to the block's size, and glibc retains twice that size: mallopt(3).
-    Fresh pages would cost several times the arithmetic on them. With another C library this has no effect.
-    """
-    np.empty(_RETAINED_BYTES, np.uint8)
