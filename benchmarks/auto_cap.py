@@ -159,10 +159,12 @@ def main() -> None:
         return
     if options.small:
         options.rates, options.caps, options.rounds = "1gbit", "1,5", 6
-    results = {rate: measure(rate, options) for rate in options.rates.split(",")}
-    if options.json:
-        options.json.write_text(json.dumps(results))
-    print(report(results))
+    results: dict[str, dict[str, Any]] = {}
+    for rate in options.rates.split(","):
+        results[rate] = measure(rate, options)
+        if options.json:  # After each link: one takes ten minutes.
+            options.json.write_text(json.dumps(results))
+        print(report(results), flush=True)
 
 
 if __name__ == "__main__":
