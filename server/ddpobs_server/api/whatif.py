@@ -69,11 +69,15 @@ class SlowRanks(TypedDict):
 class WhatIfPrediction(WhatIfStep):
     """A predicted batch, with its interval."""
 
-    low_ns: Annotated[int, doc("Lower end of the interval of `step_ns`, in nanoseconds.")]
-    high_ns: Annotated[int, doc("Upper end of the interval of `step_ns`, in nanoseconds.")]
+    low_ns: Annotated[
+        int, doc("Lower end of the interval of the step that a launch with the change measures, in nanoseconds.")
+    ]
+    high_ns: Annotated[
+        int, doc("Upper end of the interval of the step that a launch with the change measures, in nanoseconds.")
+    ]
     saved_ns: Annotated[int, doc("Saving of a batch, in nanoseconds; negative for a loss.")]
     saved_ratio: Annotated[float, doc("Saving as a share of a batch's time.")]
-    error_ratio: Annotated[float, doc("Half of the interval, as a share of a batch's time.")]
+    error_ratio: Annotated[float, doc("Error of `saved_ratio`, which is of this launch.")]
     words: Annotated[str, doc("The saving in words.")]
 
 

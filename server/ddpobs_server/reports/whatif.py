@@ -8,7 +8,7 @@ from typing import Any
 
 from ddpobs.shared.quantities import duration
 from ddpobs.whatif.model import Change, Fitted, Prediction
-from ddpobs.whatif.predict import best_caps, predict
+from ddpobs.whatif.predict import best_caps, of_a_launch, predict
 from ddpobs.whatif.repair import Slowdown
 from ddpobs_server.analysis.communication.fitted_steps import fitted_steps
 from ddpobs_server.analysis.evidence import Evidence
@@ -115,12 +115,13 @@ def _answer(fitted: Fitted, question: Question) -> dict[str, Any]:
     described: dict[str, Any] = {"change": words(change) or "as it is", "caps_mb": list(change.caps_mb or ())}
     if isinstance(answer, str):
         return described | {"refused": answer, "prediction": None}
+    low_ns, high_ns = of_a_launch(answer)
     return described | {
         "refused": "",
         "prediction": _step(answer)
         | {
-            "low_ns": round(answer.low_ns),
-            "high_ns": round(answer.high_ns),
+            "low_ns": round(low_ns),
+            "high_ns": round(high_ns),
             "saved_ns": round(answer.saved_ns),
             "saved_ratio": round(answer.saved_ratio, 4),
             "error_ratio": round(answer.error_ns / answer.now_ns, 4),
