@@ -45,12 +45,14 @@ class Claim:
         low: Smallest ratio that agrees with the claim.
         high: Largest.
         source: Where it stands, and on which machine it was measured.
+        model: Name of the model that it is about; empty for any.
     """
 
     variant: str
     low: float
     high: float
     source: str
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,10 @@ class Experiment:
         """Return a variant by its title."""
         return next(variant for variant in self.variants if variant.title == title)
 
+    def claims_about(self, model: str) -> list[Claim]:
+        """Return the claims about this model, or about any."""
+        return [claim for claim in self.claims if claim.model in ("", model)]
+
 
 _CAPS_MB = (0.001, 1.0, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0)
 EXPERIMENTS = {
@@ -86,8 +92,10 @@ EXPERIMENTS = {
             Variant("no communication", synchronises=False),
         ),
         (
-            Claim("overlapped", 0.0, 1 - 0.268, "figure 6: ResNet-50 over gloo on 32 GPUs is 26.8 % faster"),
-            Claim("overlapped", 0.0, 1 - 0.215, "figure 6: BERT over gloo on 32 GPUs is 21.5 % faster"),
+            Claim(
+                "overlapped", 0.0, 1 - 0.268, "figure 6: ResNet-50 over gloo on 32 GPUs is 26.8 % faster", "resnet50"
+            ),
+            Claim("overlapped", 0.0, 1 - 0.215, "figure 6: BERT over gloo on 32 GPUs is 21.5 % faster", "bert"),
         ),
         rates=("1gbit", "10gbit"),
     ),

@@ -46,7 +46,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             _bars(axes, titles, found)
         else:
             _boxes(axes, experiment, titles, found)
-        _claims(axes, experiment, titles, found)
+        _claims(axes, experiment, model, found)
         axes.set_ylim(bottom=0)
         axes.set_ylabel("seconds a batch")
         axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.3))
@@ -83,11 +83,12 @@ def _bars(axes: Axes, titles: list[str], found: dict[str, Launches]) -> None:
         below += seconds
 
 
-def _claims(axes: Axes, experiment: Experiment, titles: list[str], found: dict[str, Launches]) -> None:
+def _claims(axes: Axes, experiment: Experiment, model: str, found: dict[str, Launches]) -> None:
     """Draw the band of each claim around its variant; an endless one ends at the slowest step."""
+    titles = [variant.title for variant in experiment.variants]
     first_s = float(np.median(np.concatenate(batch_s(experiment, titles[0], found[titles[0]]))))
     slowest = max(max(map(max, batch_s(experiment, title, found[title]))) for title in titles) / first_s
-    for claim in experiment.claims:
+    for claim in experiment.claims_about(model):
         low, high = claim.low, max(claim.low, min(claim.high, slowest))
         axes.bar(
             titles.index(claim.variant),

@@ -64,11 +64,11 @@ def table(results: dict[str, Any]) -> str:
 
 
 def claims(results: dict[str, Any]) -> str:
-    """Return a row for each claim on each link, with its verdict."""
+    """Return a row for each claim on each link, with its verdict. A claim about another model has none."""
     experiment = EXPERIMENTS[results["experiment"]]
     rows = []
     for setting, found in results["settings"].items():
-        for claim in experiment.claims:
+        for claim in experiment.claims_about(setting.partition(", ")[0]):
             measured = against_first(experiment, found, claim.variant)
             rows.append([claim.source, _place(setting), f"{claim.variant}: {measured}", verdict(claim, measured)])
     return rows_of(["claim", "measured with", f"a batch, of {experiment.variants[0].title}", ""], rows)

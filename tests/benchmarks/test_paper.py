@@ -35,6 +35,14 @@ def test_a_verdict_needs_the_whole_interval() -> None:
     assert verdict(claim, Ratio(0.95, 0.9, 1.0)) == "does not hold here"
 
 
+def test_a_claim_is_judged_for_its_own_model() -> None:
+    found = results("breakdown", {})
+    assert "figure 6" not in claims(found)
+    found["settings"] = {"bert, 1gbit": next(iter(found["settings"].values()))}
+    assert "figure 6: BERT" in claims(found)
+    assert "figure 6: ResNet-50" not in claims(found)
+
+
 def test_a_batch_is_its_share_of_a_step() -> None:
     found = results("accumulation", {"every 8": 4.0})
     assert "| every 8 | 0.0 | 4000.0 | 0.0 | 500.0 | 0.500 [0.500, 0.500] | 100 | 2 |" in table(found)
@@ -45,8 +53,11 @@ def test_a_batch_is_its_share_of_a_step() -> None:
 def test_a_plot_has_its_axes_variants_and_claims(experiment: str, tmp_path: Path) -> None:
     import matplotlib
 
+    found = results(experiment, {})
+    (launches,) = found["settings"].values()
+    found["settings"] = {f"{model}, 1gbit": launches for model in EXPERIMENTS[experiment].models}
     with matplotlib.rc_context({"svg.fonttype": "none"}):
-        draw(results(experiment, {}), tmp_path / "plot.svg")
+        draw(found, tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
     shown = [variant.title for variant in EXPERIMENTS[experiment].variants]
     shown += ["seconds a batch", *(claim.source for claim in EXPERIMENTS[experiment].claims)]
