@@ -63,8 +63,7 @@ def predict(fitted: Fitted, change: Change) -> Prediction | str:
 def of_a_launch(prediction: Prediction) -> tuple[float, float]:
     """Return the ends of the interval of the step that a launch with the change measures, in ns.
 
-    The prediction's own interval is that of this launch, had it had the change. Two launches of the same training
-    differ, too.
+    The prediction's own interval is that of the step in this same launch. Another launch differs even without a change.
     """
     noise_ns = _COVERAGE * LAUNCH_NOISE * prediction.step_ns
     below_ns = float(np.hypot(prediction.step_ns - prediction.low_ns, noise_ns))

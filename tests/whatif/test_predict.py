@@ -11,6 +11,7 @@ import pytest
 from ddpobs.whatif import Change, Fitted, Observed, Prediction, best_caps, fit, predict
 from ddpobs.whatif.buckets import fill
 from ddpobs.whatif.link import Link
+from ddpobs.whatif.predict import LAUNCH_NOISE, of_a_launch
 from ddpobs.whatif.strategies import HOST_NS
 from tests.support.whatif import MS, World
 
@@ -37,6 +38,16 @@ def test_another_cap_takes_what_it_is_predicted_to_take(world: World, cap: float
     answer = prediction(world.observed(2.5), Change(caps_mb=(cap,)))
     assert answer.step_ns == pytest.approx(world.step_ns(cap), rel=0.02)
     assert answer.low_ns <= answer.step_ns <= answer.high_ns
+
+
+def test_another_launch_differs_by_the_noise_of_launches_beside_the_doubt_of_this_one() -> None:
+    answer = prediction(SLOWED.observed(2.5), Change(caps_mb=(25.0,)))
+    sure = replace(answer, low_ns=answer.step_ns, high_ns=answer.step_ns)
+    noise_ns = 1.645 * LAUNCH_NOISE * answer.step_ns  # Nine in ten values of a normal distribution.
+    assert of_a_launch(sure) == pytest.approx((answer.step_ns - noise_ns, answer.step_ns + noise_ns))
+    low_ns, high_ns = of_a_launch(replace(answer, low_ns=answer.step_ns - noise_ns, high_ns=answer.step_ns))
+    assert answer.step_ns - low_ns == pytest.approx(2**0.5 * noise_ns)
+    assert high_ns - answer.step_ns == pytest.approx(noise_ns)
 
 
 def test_no_change_predicts_the_measured_step() -> None:

@@ -77,7 +77,9 @@ class WhatIfPrediction(WhatIfStep):
     ]
     saved_ns: Annotated[int, doc("Saving of a batch, in nanoseconds; negative for a loss.")]
     saved_ratio: Annotated[float, doc("Saving as a share of a batch's time.")]
-    error_ratio: Annotated[float, doc("Error of `saved_ratio`, which is of this launch.")]
+    error_ratio: Annotated[
+        float, doc("Half of the interval of `saved_ratio`, which does not count that launches differ.")
+    ]
     words: Annotated[str, doc("The saving in words.")]
 
 

@@ -31,7 +31,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield running.url
 
 
-def is_clean(visit: Visit) -> None:
+def expect_clean(visit: Visit) -> None:
     """No name has added an element to the document, and no script failed."""
     expect(visit.page.locator("script", has_text="alert(1)")).to_have_count(0)
     assert visit.errors == []
@@ -42,10 +42,10 @@ def test_a_hostile_run_is_shown(browser: Any, url: str, run: str, selection: str
     visit = drawn(browser, f"{url}/runs/{run}{selection}")
     expect(visit.page.locator("#processes tbody tr")).to_have_count(1)
     expect(visit.page.locator("#figure-step canvas")).not_to_have_count(0)
-    is_clean(visit)
+    expect_clean(visit)
     visit.page.goto(f"{url}/api/v1/runs/{run}/report.html")
     visit.page.get_by_role("heading", name="One step").wait_for()
-    is_clean(visit)
+    expect_clean(visit)
 
 
 def test_hostile_runs_are_listed_and_compared(browser: Any, url: str) -> None:
@@ -54,4 +54,4 @@ def test_hostile_runs_are_listed_and_compared(browser: Any, url: str) -> None:
         visit.page.locator("#runs").get_by_role("link", name=run, exact=True).wait_for()
     visit.page.goto(f"{url}/compare?a={RUNS[0]}&b={RUNS[1]}")
     visit.page.wait_for_load_state("networkidle")
-    is_clean(visit)
+    expect_clean(visit)

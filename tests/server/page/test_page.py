@@ -42,7 +42,7 @@ def test_the_page_prints_quantities_as_the_collector_does(browser: Any, url: str
     assert visit.page.evaluate(script, times) == list(map(duration, times))
 
 
-def fits(visit: Visit, width: int) -> None:
+def expect_width(visit: Visit, width: int) -> None:
     """Wait until nothing is wider than the window: charts follow its size later."""
     visit.page.wait_for_function("width => document.documentElement.scrollWidth === width", arg=width)
 
@@ -51,13 +51,13 @@ def test_on_a_phone_the_pages_fit_its_width(browser: Any, url: str) -> None:
     visit = Visit(browser, url)
     visit.page.set_viewport_size({"width": 390, "height": 844})
     visit.page.get_by_text("Rank 1 is slow in backward").wait_for()
-    fits(visit, 390)
+    expect_width(visit, 390)
     visit.page.wait_for_function("() => document.querySelector('#runs .c-finding .text')?.offsetWidth > 250")
     visit.page.get_by_role("link", name="picture").click()
     settle(visit)
     for width in (390, 320):
         visit.page.set_viewport_size({"width": width, "height": 844})
-        fits(visit, width)
+        expect_width(visit, width)
 
 
 def test_the_list_requests_no_diagnosis_that_it_already_has(browser: Any, tmp_path: Path) -> None:
@@ -127,21 +127,21 @@ def with_older_runs(browser: Any, address: str) -> Visit:
     return visit
 
 
-def lists(visit: Visit, names: list[str]) -> None:
+def expect_listed(visit: Visit, names: list[str]) -> None:
     expect(visit.page.locator("#runs tbody a")).to_have_text(names)
 
 
 def test_older_runs_are_added_once_and_stay_after_a_refresh(browser: Any, many_runs: str) -> None:
     visit = with_older_runs(browser, many_runs)
     newest_first = [f"run-{number}" for number in range(69, -1, -1)]
-    lists(visit, newest_first[:60])
+    expect_listed(visit, newest_first[:60])
     put(many_runs, batches.batch("run-69", seq=1, steps=batches.steps(0, 3)))
     visit.page.clock.run_for(15_000)
     visit.page.locator("#runs tbody tr").first.get_by_text("3", exact=True).wait_for()
-    lists(visit, newest_first[:60])
+    expect_listed(visit, newest_first[:60])
     visit.page.get_by_role("button", name="Older runs").click()
     visit.page.locator("#runs tbody tr").nth(69).wait_for()
-    lists(visit, newest_first)
+    expect_listed(visit, newest_first)
     expect(visit.page.locator("#more")).to_be_hidden()
     assert visit.errors == []
 
@@ -165,12 +165,12 @@ def test_the_list_is_searched_filtered_and_sorted_by_its_address(browser: Any, m
     visit.page.goto(many_runs)
     visit.page.locator("#runs tbody tr").first.wait_for()
     visit.page.get_by_role("searchbox").fill("RUN-6")
-    lists(visit, [f"run-{number}" for number in (*range(69, 59, -1), 6)])
+    expect_listed(visit, [f"run-{number}" for number in (*range(69, 59, -1), 6)])
     visit.page.get_by_role("button", name="Run", exact=True).click()
-    lists(visit, by_name)
+    expect_listed(visit, by_name)
     expect(visit.page).to_have_url(f"{many_runs}/?search=RUN-6&sort=run")
     visit.page.reload()
-    lists(visit, by_name)
+    expect_listed(visit, by_name)
     expect(visit.page.locator("th[data-key=run]")).to_have_attribute("aria-sort", "ascending")
     visit.page.locator("#state").select_option("failed")
     visit.page.get_by_text("No run matches.").wait_for()
@@ -194,7 +194,7 @@ def test_tags_are_edited_and_runs_appear_and_are_deleted_without_a_reload(browse
     expect(visit.page.locator("#runs .tag")).to_have_text(["#nightly", f"#{EVIL[:20]}"])
     expect(visit.page.locator("#runs .note")).to_have_text("first try")
     visit.page.get_by_role("searchbox").fill("#nightly")
-    lists(visit, ["fresh"])
+    expect_listed(visit, ["fresh"])
     visit.page.get_by_role("checkbox", name="Select fresh").check()
     visit.page.get_by_role("button", name="Delete (1)").click()
     visit.page.get_by_role("dialog").get_by_role("button", name="Delete").click()
@@ -236,7 +236,7 @@ def test_two_runs_of_the_list_are_compared(browser: Any, url: str) -> None:
     assert visit.errors == []
     for width in (390, 320):
         visit.page.set_viewport_size({"width": width, "height": 844})
-        fits(visit, width)
+        expect_width(visit, width)
 
 
 def test_the_fleet_page_sums_up_the_runs(browser: Any, tmp_path: Path) -> None:
