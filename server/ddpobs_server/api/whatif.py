@@ -78,7 +78,8 @@ class WhatIfPrediction(WhatIfStep):
     saved_ns: Annotated[int, doc("Saving of a batch, in nanoseconds; negative for a loss.")]
     saved_ratio: Annotated[float, doc("Saving as a share of a batch's time.")]
     error_ratio: Annotated[
-        float, doc("Half of the interval of `saved_ratio`, which does not count that launches differ.")
+        float,
+        doc("Half of the interval of `saved_ratio`, as a share of a batch's time, without the noise between launches."),
     ]
     words: Annotated[str, doc("The saving in words.")]
 
