@@ -33,10 +33,10 @@ class Case(NamedTuple):
 
 
 CASES = {
-    # A message takes some tenths of a millisecond: long micro-batches make that a small part of the bubble.
-    "equal-gpipe": Case("ScheduleGPipe", 7, ((50.0,),) * 2, micro_batches=2),
-    "equal-1f1b": Case("Schedule1F1B", 7, ((50.0,),) * 2, micro_batches=2),
-    "equal-interleaved": Case("ScheduleInterleaved1F1B", 7, ((35.0,),) * 4, micro_batches=2),
+    # A message takes up to some milliseconds: long micro-batches make that a small part of the bubble.
+    "equal-gpipe": Case("ScheduleGPipe", 7, ((100.0,),) * 2, micro_batches=2),
+    "equal-1f1b": Case("Schedule1F1B", 7, ((100.0,),) * 2, micro_batches=2),
+    "equal-interleaved": Case("ScheduleInterleaved1F1B", 7, ((100.0,),) * 4, micro_batches=2),
     "uneven": Case("ScheduleGPipe", 22, ((9.0,), (9.0,) * 3)),
     "moved": Case("ScheduleGPipe", 22, ((9.0,) * 2, (9.0,) * 2)),
     "slow-replica": Case("Schedule1F1B", 44, ((1.0,) * 2, (1.0,) * 2), slow_ms=3.0),
