@@ -16,7 +16,7 @@ from ddpobs_server.api.responses import json_response
 router = APIRouter(prefix="/api/v1", tags=["fleet"], route_class=ConcurrencyLimitedRoute)
 
 Sentence = Annotated[str, doc("The same in words.")]
-Chance = Annotated[float, doc("Probability of such a result by chance.")]
+Chance = Annotated[float, doc("Maximum probability of such a result by chance.")]
 
 
 class LostPart(TypedDict):
@@ -97,9 +97,12 @@ class Fleet(FleetSum):
     by_tag: Annotated[list[FleetGroup], doc("Tags; a run counts under each of its tags.")]
     by_torch: Annotated[list[FleetGroup], doc("Versions of torch.")]
     rows_left_out: Annotated[RowsLeftOut, doc("Rows that did not fit.")]
-    slow_hosts: Annotated[list[SlowHostRow], doc("Hosts that are slow in different jobs, the most certain first.")]
-    compared_runs: Annotated[int, doc("Runs whose hosts were compared.")]
-    false_alarms: Annotated[float, doc("Maximum probability that any named host is as fast as the others.")]
+    slow_hosts: Annotated[
+        list[SlowHostRow], doc("Hosts that are slow in different jobs of the workspace, the most certain first.")
+    ]
+    slow_hosts_since_ns: Annotated[int, doc("Begin of the comparison of hosts as Unix time, in nanoseconds.")]
+    compared_runs: Annotated[int, doc("Ended runs since then whose hosts were compared.")]
+    false_alarms: Annotated[float, doc("Maximum probability that a host as fast as the others is named at any time.")]
     regressions: Annotated[list[RegressionRow], doc("Groups that lose more than before, the most certain first.")]
     missing: Annotated[list[str], doc("Questions that could not be answered, each with the reason.")]
 

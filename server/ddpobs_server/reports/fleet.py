@@ -12,20 +12,18 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
-from ddpobs.shared.quantities import counted
 from ddpobs.shared.words import percent
 from ddpobs_server.analysis.account.parts import PARTS, TITLES, is_lost
 from ddpobs_server.analysis.fleet.regressions import MIN_RUNS, Loss, Regression, regressions
-from ddpobs_server.analysis.fleet.slow_hosts import FALSE_ALARMS, HostInJob, SlowHost, slow_hosts
+from ddpobs_server.analysis.fleet.slow_hosts import FALSE_ALARMS
 from ddpobs_server.analysis.fleet.sums import Sum, week_begin_ns, week_of, week_shares
+from ddpobs_server.reports.host_comparison import HostComparison
 from ddpobs_server.store import HostTotal, Store
 
 MAX_RUNS, MAX_TOTALS = 100_000, 400_000
 """Maximum number of runs, and of their totals by host, that are read; the oldest are left out."""
 MAX_ROWS = 100
 """Maximum number of rows of a table: those that lose most."""
-_MAX_JOB_HOSTS = 1_000_000
-"""Maximum number of hosts of all jobs together that are compared."""
 _NS_PER_HOUR = 3600 * 10**9
 _NOT_KNOWN = "not known"
 _ALL = ("all runs", "")
@@ -43,21 +41,16 @@ class _Fleet:
         self.by_week: defaultdict[int, Sum] = defaultdict(Sum)
         self.groups: defaultdict[_Key, Sum] = defaultdict(Sum)
         self.losses: defaultdict[_Key, list[Loss]] = defaultdict(list)
-        self.jobs: list[list[HostInJob]] = []
-        self.single_host_runs = self.uncompared_runs = self._job_hosts = 0
 
     def add(self, run: str, totals: Sequence[HostTotal]) -> None:
         """Add the totals of a run."""
-        is_inside = False
         for _, of_attempt in groupby(totals, key=lambda total: total.attempt):
             attempt = list(of_attempt)
             for total in attempt:
-                is_inside |= self._add_total(run, total)
+                self._add_total(run, total)
             self._add_losses(attempt)
-        if is_inside:
-            self._add_job(totals)
 
-    def _add_total(self, run: str, total: HostTotal) -> bool:
+    def _add_total(self, run: str, total: HostTotal) -> None:
         shares = list(week_shares(total.began_ns, total.wall_ns, self._weeks))
         for week, share in shares:
             self.by_week[week].add(run, total.parts, share)
@@ -65,7 +58,6 @@ class _Fleet:
             self.total.add(run, total.parts, share)
             for key in _keys(total):
                 self.groups[key].add(run, total.parts, share)
-        return bool(shares)
 
     def _add_losses(self, attempt: Sequence[HostTotal]) -> None:
         """Add an attempt's loss to all of its groups, as far as its time is known."""
@@ -77,23 +69,6 @@ class _Fleet:
         lost_ns = sum(ns for parts in known for part, ns in parts.items() if is_lost(part))
         for key in {_ALL, *(key for total in attempt for key in _keys(total))}:
             self.losses[key].append(Loss(week, rank_ns, lost_ns))
-
-    def _add_job(self, totals: Sequence[HostTotal]) -> None:
-        """Add the hosts of the latest attempt whose hosts were compared: a run is one job."""
-        compared = [total for total in totals if total.excess_ratio is not None]
-        if not compared:
-            self.single_host_runs += len({total.host for total in totals}) == 1
-            self.uncompared_runs += len({total.host for total in totals}) > 1
-            return
-        attempt = max(compared, key=lambda total: (total.began_ns, total.attempt)).attempt
-        job = [
-            HostInJob(total.host, total.ranks, total.excess_ratio, total.has_rank_zero)
-            for total in compared
-            if total.attempt == attempt and total.excess_ratio is not None
-        ]
-        self._job_hosts += len(job)
-        if self._job_hosts <= _MAX_JOB_HOSTS:
-            self.jobs.append(job)
 
 
 def fleet_json(store: Store, workspace: str, weeks: int, now_ns: int, tag: str | None = None) -> dict[str, Any]:
@@ -114,6 +89,7 @@ def fleet_json(store: Store, workspace: str, weeks: int, now_ns: int, tag: str |
         totals = [total for _, total in rows if tag is None or tag in total.tags]
         if totals:
             fleet.add(run, totals)
+    hosts = HostComparison(store, workspace, now_ns)
     tables = {kind: _table(fleet.groups, kind) for kind in _KINDS}
     return {
         "weeks": weeks,
@@ -128,11 +104,12 @@ def fleet_json(store: Store, workspace: str, weeks: int, now_ns: int, tag: str |
         ],
         **{f"by_{kind}": rows for kind, (rows, _) in tables.items()},
         "rows_left_out": {kind: left_out for kind, (_, left_out) in tables.items()},
-        "slow_hosts": [_slow_host_json(host) for host in slow_hosts(fleet.jobs)],
-        "compared_runs": len(fleet.jobs),
+        "slow_hosts": hosts.slow_hosts,
+        "slow_hosts_since_ns": hosts.since_ns,
+        "compared_runs": hosts.compared_runs,
         "false_alarms": FALSE_ALARMS,
         "regressions": [_regression_json(found) for found in regressions(fleet.losses)],
-        "missing": _missing(fleet, limits.left_out),
+        "missing": [*hosts.missing, *_missing(fleet, limits.left_out)],
     }
 
 
@@ -190,25 +167,6 @@ def _sum_json(total: Sum) -> dict[str, Any]:
     }
 
 
-def _slow_host_json(host: SlowHost) -> dict[str, Any]:
-    text = (
-        f"{host.host} was the slowest host in {host.slow_jobs} of {counted(host.jobs, 'job')}; "
-        f"{host.expected_jobs:.1f} are expected by chance. It was late by {percent(host.excess_ratio)} of a step."
-    )
-    if host.rank_zero_jobs == host.slow_jobs:
-        text += " It held rank 0 in all of them: the work of rank 0 may be the cause."
-    return {
-        "host": host.host,
-        "jobs": host.jobs,
-        "slow_jobs": host.slow_jobs,
-        "expected_jobs": host.expected_jobs,
-        "rank_zero_jobs": host.rank_zero_jobs,
-        "excess_ratio": host.excess_ratio,
-        "chance": host.chance,
-        "text": text,
-    }
-
-
 def _regression_json(found: Regression) -> dict[str, Any]:
     kind, name = found.group
     group = "All runs" if found.group == _ALL else _KINDS[kind].format(name or _NOT_KNOWN)
@@ -232,14 +190,6 @@ def _regression_json(found: Regression) -> dict[str, Any]:
 
 def _missing(fleet: _Fleet, left_out: bool) -> list[str]:
     missing = []
-    if not fleet.jobs:
-        missing.append("slow hosts: no run with several hosts has enough compared steps")
-    for count, reason in (
-        (fleet.single_host_runs, "has one host"),
-        (fleet.uncompared_runs, "has too few steps, or ranks that do not all wait for each other"),
-    ):
-        if count:
-            missing.append(f"slow hosts: {counted(count, 'run')} left out, each {reason}")
     if len(fleet.losses[_ALL]) < 2 * MIN_RUNS:
         missing.append(f"regressions: {MIN_RUNS} attempts in a week and in the four weeks before are needed")
     if left_out:

@@ -255,6 +255,17 @@ class HostTotal:
 
 
 @dataclass(frozen=True)
+class ComparedHost:
+    """The columns of a `HostTotal` that compare a host with the others of its attempt."""
+
+    attempt: str
+    host: str
+    ranks: int
+    has_rank_zero: bool
+    excess_ratio: float | None
+
+
+@dataclass(frozen=True)
 class Rollup:
     """Sums of a rank over an attempt, in ns; `own_ns` covers the `own_steps` with a known own time."""
 

@@ -32,7 +32,7 @@ from ddpobs_server.store.queries import (
     token_queries,
     workspace_queries,
 )
-from ddpobs_server.store.rows import Aggregates, HostTotal, LayoutOutline, Run, RunVersion
+from ddpobs_server.store.rows import Aggregates, ComparedHost, HostTotal, LayoutOutline, Run, RunVersion
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
 from ddpobs_server.store.selected_sources import SelectedSources, sources_of_attempt, sources_of_latest
 from ddpobs_server.store.sums import bucket_sums, stored_bins
@@ -258,6 +258,11 @@ class Store:
         """Totals of runs by host, as `fleet_queries.fleet_totals` has them; the connection is open until the end."""
         with self._engine.connect() as connection:
             yield from fleet_queries.fleet_totals(connection, workspace, since_ns, max_runs)
+
+    def compared_hosts(self, workspace: str, since_ns: int, until_ns: int) -> Iterator[tuple[str, ComparedHost]]:
+        """Hosts of ended runs, as `fleet_queries.compared_hosts` has them; the connection is open until the end."""
+        with self._engine.connect() as connection:
+            yield from fleet_queries.compared_hosts(connection, workspace, since_ns, until_ns)
 
     @contextmanager
     def _snapshot(self) -> Iterator[Connection]:

@@ -115,12 +115,36 @@ def test_the_report_sums_up_runs_and_names_the_slow_host(store: Store) -> None:
 
 
 def test_a_slow_host_that_always_holds_rank_zero_is_named_with_this_doubt(store: Store) -> None:
-    for number in range(4):
-        send(store, f"run-{number}", slow=0)
-    write(store, *(f"run-{number}" for number in range(4)))
+    runs = [f"run-{number}" for number in range(6)]
+    for run in runs:
+        send(store, run, slow=0)
+    write(store, *runs)
     (host,) = report(store)["slow_hosts"]
     assert host["host"] == "node0"
     assert "the work of rank 0 may be the cause" in host["text"]
+
+
+def test_the_comparison_of_hosts_is_the_same_for_all_readers(store: Store) -> None:
+    runs = [f"run-{number}" for number in range(6)]
+    for run in runs:
+        send(store, run, received_ns=NOW_NS - 40 * DAY_NS)
+    write(store, *runs)
+    hosts = ("slow_hosts", "slow_hosts_since_ns", "compared_runs")
+    fleet, other = report(store, weeks=1, tag="none"), report(store, weeks=50)
+    assert (fleet["runs"], other["runs"]) == (0, 6)
+    assert [host["host"] for host in fleet["slow_hosts"]] == ["node2"]
+    assert {name: fleet[name] for name in hosts} == {name: other[name] for name in hosts}
+    assert 12 * 7 * DAY_NS <= NOW_NS - fleet["slow_hosts_since_ns"] < 24 * 7 * DAY_NS
+
+
+def test_a_run_counts_in_the_comparison_when_it_has_ended_and_its_totals_are_final(store: Store) -> None:
+    for number in range(6):
+        send(store, f"run-{number}", received_ns=NOW_NS - 60 * S)
+    write(store, *(f"run-{number}" for number in range(6)))
+    assert report(store)["compared_runs"] == 0
+    assert report(store, now_ns=NOW_NS + 61 * S)["compared_runs"] == 6
+    ingest(store, msgspec.structs.replace(batch(0, 1), run="run-0"), received_ns=NOW_NS - 60 * S)
+    assert report(store, now_ns=NOW_NS + 61 * S)["compared_runs"] == 5
 
 
 def test_tags_of_a_person_replace_those_of_the_training(store: Store) -> None:

@@ -1,18 +1,21 @@
-"""Hosts that are slow in different jobs, with a bound on false discoveries.
+"""Hosts that are slow in different jobs, with a bound on false discoveries over all looks.
 
 In a job whose slowest host is late by at least `MIN_EXCESS` of the step, exactly one host is the slowest. If slowness
 has nothing to do with the host, the slowest rank is any of the job's ranks, so that a host with r of n ranks has it
-with probability r / n. The number of jobs in which a host is the slowest then has a Poisson binomial distribution.
-Only hosts of the same job are compared: a job that is slow everywhere accuses none.
+with probability r / n. Only hosts of the same job are compared: a job that is slow everywhere accuses none.
 
-Sources: R. Barlow and K. Heidtmann, "Computing k-out-of-n system reliability", IEEE Transactions on
-Reliability 33 (1984), for the exact distribution; S. Holm, "A simple sequentially rejective multiple test procedure",
-Scandinavian Journal of Statistics 6 (1979), for the bound, which holds for tests that depend on each other.
+The list is read after each job, so that a test for a single look would name a fast host sooner or later. Here a
+capital of 1 bets in each job that the odds of a host are `_ODDS` times as high as by chance. By chance the capital
+stays a nonnegative martingale, and by Ville's inequality it ever reaches c with probability at most 1 / c. A part of
+the capital is kept for later jobs, because a host may become slow at any time. A host gets its share of
+`FALSE_ALARMS` when it first appears; the shares of any number of hosts add up to at most 1.
+
+Source: A. Ramdas, P. Grünwald, V. Vovk and G. Shafer, "Game-theoretic statistics and safe anytime-valid inference",
+Statistical Science 38 (2023).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,9 +26,12 @@ MIN_EXCESS = 0.02
 MIN_JOBS = 3
 """Minimum number of jobs in which a host that is named was the slowest."""
 FALSE_ALARMS = 0.05
-"""Maximum probability that any host is named which is no slower than the others."""
-MAX_JOBS = 500
-"""Latest jobs of a host that are judged."""
+"""Maximum probability that any host is ever named which is no slower than the others."""
+_ODDS = 32.0
+_FIRST_STAKE = 0.75
+"""Part of the capital that is bet from the first job on; half of it would find a later change by one job earlier."""
+_EQUALS = 5
+"""About so many hosts, the first ones, get almost equal shares of `FALSE_ALARMS`."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class SlowHost:
         expected_jobs: The same by chance.
         rank_zero_jobs: Jobs of `slow_jobs` in which it held rank 0.
         excess_ratio: Its median lateness in `slow_jobs`, as a share of the step.
-        chance: Probability of so many slow jobs by chance.
+        chance: Upper bound of the probability that the host ever looks as slow by chance.
     """
 
     host: str
@@ -70,70 +76,71 @@ class SlowHost:
 
 @dataclass
 class _Record:
-    shares: list[float] = field(default_factory=list)
-    excesses: list[float] = field(default_factory=list)
+    """A host's jobs, and the capital that bets on its slowness: `kept` for later jobs, and `staked`."""
+
+    number: int
+    jobs: int = 0
+    expected_jobs: float = 0.0
     rank_zero_jobs: int = 0
+    excesses: list[float] = field(default_factory=list)
+    kept: float = 1.0
+    staked: float = 0.0
+
+    def bet(self, share: float, *, is_slowest: bool) -> None:
+        """Add a job, in which the host is the slowest by chance with probability `share`."""
+        self.jobs += 1
+        self.expected_jobs += share
+        stake = self.kept * (_FIRST_STAKE if self.jobs == 1 else 1 / (self.jobs + 1))
+        self.kept -= stake
+        self.staked = (self.staked + stake) * (_ODDS if is_slowest else 1.0) / (1 - share + _ODDS * share)
+
+    @property
+    def chance(self) -> float:
+        return min(1.0, 1 / (self.kept + self.staked))
+
+    @property
+    def max_chance(self) -> float:
+        """The host's share of `FALSE_ALARMS`: c / ((k + c)(k + c - 1)) for the k-th host, which add up to 1."""
+        return FALSE_ALARMS * _EQUALS / ((self.number + _EQUALS) * (self.number + _EQUALS - 1))
 
 
 def slow_hosts(jobs: Iterable[Sequence[HostInJob]]) -> list[SlowHost]:
     """Return the hosts that are slow in different jobs, the least likely by chance first.
 
-    With probability 1 - `FALSE_ALARMS` no host is named that is no slower than the others.
+    With probability 1 - `FALSE_ALARMS` no host that is no slower than the others is named after any of the jobs.
 
     Args:
-        jobs: Hosts of each job, the newest job first. A job with one host does not count.
+        jobs: Hosts of each job in an order that does not depend on their lateness, the oldest job first. A job with
+            one host does not count.
     """
-    judged = [_judged(host, record) for host, record in _records(jobs).items()]
-    judged.sort(key=lambda host: (host.chance, host.host))
-    named = []
-    for index, host in enumerate(judged):
-        if host.chance > FALSE_ALARMS / (len(judged) - index):
-            break
-        if host.slow_jobs >= MIN_JOBS:
-            named.append(host)
-    return named
-
-
-def _records(jobs: Iterable[Sequence[HostInJob]]) -> dict[str, _Record]:
-    records: defaultdict[str, _Record] = defaultdict(_Record)
+    records: dict[str, _Record] = {}
     for job in jobs:
         slowest = max(job, key=lambda host: host.excess_ratio, default=None)
         if slowest is None or len(job) < 2 or slowest.excess_ratio < MIN_EXCESS:
             continue
         ranks = sum(host.ranks for host in job)
         for host in job:
-            record = records[host.host]
-            if len(record.shares) < MAX_JOBS:
-                record.shares.append(host.ranks / ranks)
-                if host is slowest:
-                    record.excesses.append(host.excess_ratio)
-                    record.rank_zero_jobs += host.has_rank_zero
-    return records
+            if (record := records.get(host.host)) is None:
+                record = records[host.host] = _Record(len(records) + 1)
+            record.bet(host.ranks / ranks, is_slowest=host is slowest)
+            if host is slowest:
+                record.excesses.append(host.excess_ratio)
+                record.rank_zero_jobs += host.has_rank_zero
+    named = [
+        _slow_host(host, record)
+        for host, record in records.items()
+        if len(record.excesses) >= MIN_JOBS and record.chance <= record.max_chance
+    ]
+    return sorted(named, key=lambda host: (host.chance, host.host))
 
 
-def _judged(host: str, record: _Record) -> SlowHost:
-    slow_jobs, expected = len(record.excesses), sum(record.shares)
+def _slow_host(host: str, record: _Record) -> SlowHost:
     return SlowHost(
         host=host,
-        jobs=len(record.shares),
-        slow_jobs=slow_jobs,
-        expected_jobs=expected,
+        jobs=record.jobs,
+        slow_jobs=len(record.excesses),
+        expected_jobs=record.expected_jobs,
         rank_zero_jobs=record.rank_zero_jobs,
-        excess_ratio=float(np.median(record.excesses)) if record.excesses else 0.0,
-        chance=at_least(slow_jobs, record.shares) if slow_jobs > expected else 1.0,
+        excess_ratio=float(np.median(record.excesses)),
+        chance=record.chance,
     )
-
-
-def at_least(count: int, shares: Sequence[float]) -> float:
-    """Return the probability that at least `count` of independent events happen.
-
-    Args:
-        count: The number.
-        shares: Probability of each event.
-    """
-    probability = np.zeros(len(shares) + 1)
-    probability[0] = 1.0
-    for number, share in enumerate(shares, 1):
-        probability[1 : number + 1] = probability[1 : number + 1] * (1 - share) + probability[:number] * share
-        probability[0] *= 1 - share
-    return float(probability[count:].sum())

@@ -37,7 +37,7 @@ const texts = (items) => items.map((text) => element("li", {}, text));
 
 function showSlowHosts({ slow_hosts, compared_runs, false_alarms }) {
   const found = slow_hosts.length ? "These are slow in different jobs" : "No host is slow in different jobs";
-  const bound = `The probability of any false name is at most ${percent(false_alarms)}.`;
+  const bound = `The probability of any false name within twelve weeks is at most ${percent(false_alarms)}.`;
   const known = `${found}; the hosts of ${compared_runs} runs were compared. ${bound}`;
   byId("slow-note").textContent = compared_runs ? known : "Not known: no run has several hosts to compare.";
   byId("slow-hosts").replaceChildren(...texts(slow_hosts.map(({ text }) => text)));

@@ -1,4 +1,4 @@
-"""Totals by host of a workspace's runs, and the runs whose totals are to be made anew."""
+"""Totals by host of a workspace's runs, compared hosts, and the runs whose totals are to be made anew."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sqlalchemy import Connection, select
 
 from ddpobs_server.store import schema
 from ddpobs_server.store.queries.run_labels import decoded_tags
-from ddpobs_server.store.rows import HostTotal
+from ddpobs_server.store.rows import ComparedHost, HostTotal
 
 _h, _r = schema.host_totals.c, schema.runs.c
 _COLUMNS = ("attempt", "host", "commits", "began_ns", "wall_ns", "ranks", "has_rank_zero", "torch", "excess_ratio")
@@ -44,6 +44,30 @@ def fleet_totals(
         values["has_rank_zero"] = bool(values["has_rank_zero"])
         values["tags"] = decode_tags(tags) if given is None else decoded_tags(given)
         yield run, HostTotal(parts=decode_parts(parts), **values)
+
+
+def compared_hosts(
+    connection: Connection, workspace: str, since_ns: int, until_ns: int
+) -> Iterator[tuple[str, ComparedHost]]:
+    """(run, host) of the runs with their last batch in that time and with totals of all batches, the oldest run first.
+
+    The attempts of a run follow each other, the oldest first.
+
+    Args:
+        connection: To the database.
+        workspace: Workspace of the runs.
+        since_ns: Begin of the time.
+        until_ns: Its end.
+    """
+    ended = (_r.workspace == workspace) & (_r.last_seen_ns >= since_ns) & (_r.last_seen_ns < until_ns)
+    columns = (_h.attempt, _h.host, _h.ranks, _h.has_rank_zero, _h.excess_ratio)
+    query = select(_r.run_id, *columns).join(schema.host_totals, _h.run_id == _r.run_id)
+    query = query.where(ended, _h.commits == _r.commits)
+    query = query.order_by(_r.last_seen_ns, _r.run_id, _h.began_ns, _h.attempt, _h.host)
+    for run, attempt, host, ranks, has_rank_zero, ratio in connection.execute(
+        query.execution_options(yield_per=_READ_ROWS)
+    ):
+        yield run, ComparedHost(attempt, host, ranks, bool(has_rank_zero), ratio)
 
 
 def without_totals(
