@@ -1,4 +1,4 @@
-"""Statements of a transaction on PostgreSQL. On a cluster all but the first and the last go to the run's node."""
+"""Statements of a transaction on PostgreSQL. On a cluster all but the first two and the last go to the run's node."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tests.support.server.batches import batch, hello, layout, spans, steps
 
 LATER = [
     "SELECT set_config",  # Locks, on the node with the connection.
+    "SET LOCAL",  # Limits the waits for locks. A cluster sends it with the transaction's begin to the run's node.
     "INSERT batches",
     "INSERT runs",
     "SELECT attempts",
@@ -35,13 +36,13 @@ LATER = [
 ]
 """Of steps and spans of known sources."""
 FIRST = [
-    *LATER[:4],
+    *LATER[:5],
     "SELECT deleted_attempts",
     "INSERT attempts",
     "UPDATE runs",
-    *LATER[4:8],
+    *LATER[5:9],
     "INSERT layouts",
-    *LATER[8:-1],
+    *LATER[9:-1],
     "UPDATE runs",
     LATER[-1],
 ]

@@ -63,11 +63,14 @@ def wait_for_migration(connection: Connection) -> None:
     """Wait until no migration runs, and let none begin before the end of the transaction.
 
     A migration would convert the sums that it sees, and then remove those of this transaction with their table. SQLite
-    has one writer. On PostgreSQL the transaction waits at most `_LOCK_S` for this lock and for each later one.
+    has one writer. On PostgreSQL the transaction waits at most `_LOCK_S` for this lock and for each later one. Citus
+    sends only `SET LOCAL` to its other nodes, and only with `citus.propagate_set_commands`, which others ignore.
     """
     if connection.dialect.name == "postgresql":
         limit = func.set_config("lock_timeout", f"{_LOCK_S}s", literal(value=True))  # Until the transaction's end.
-        connection.execute(select(limit, func.pg_advisory_xact_lock_shared(_LOCK)))
+        to_nodes = func.set_config("citus.propagate_set_commands", "local", literal(value=True))
+        connection.execute(select(limit, to_nodes, func.pg_advisory_xact_lock_shared(_LOCK)))
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{_LOCK_S}s'")
 
 
 def check(connection: Connection) -> None:
