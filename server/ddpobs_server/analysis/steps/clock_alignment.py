@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from ddpobs import wire
 from ddpobs_server.analysis.steps.joined_steps import Floats, index_ranks
@@ -36,8 +37,8 @@ def offsets_ns(steps: tuple[wire.Ints, wire.Steps], spans: tuple[wire.Ints, wire
     base_offsets = dict(zip(ranks.tolist(), (base[0] - base).tolist(), strict=True))
     collective = collectives_of(steps, rank, columns.step)
     joinable = collective >= 0
-    key = np.stack([collective, columns.module, columns.revision, columns.bucket])[:, joinable]
-    table = _common_ends(_number(key), index[joinable], (columns.done_ns - base[index])[joinable], len(ranks))
+    key = [column[joinable] for column in (collective, columns.module, columns.revision, columns.bucket)]
+    table = _common_ends(number_rows(*key), index[joinable], (columns.done_ns - base[index])[joinable], len(ranks))
     if not len(table):
         return base_offsets, 0
     shift = np.median(table[:, :1] - table, axis=0)
@@ -77,23 +78,40 @@ def steps_to_add(steps: tuple[wire.Ints, wire.Steps]) -> int:
     return gap + _SHARED_STEPS if gap and len(begins) < gap + _SHARED_STEPS else 0
 
 
-def _number(key: wire.Ints) -> wire.Ints:
-    """Number the distinct columns of the key; returns the number of each column, shape [columns]."""
+def number_rows(*key: wire.Ints) -> wire.Ints:
+    """Number the distinct rows of these columns from zero; returns the number of each row, shape [rows]."""
     order = np.lexsort(key)
-    numbers = np.zeros(key.shape[1], np.int64)
-    numbers[order[1:]] = np.cumsum((key[:, order[1:]] != key[:, order[:-1]]).any(axis=0))
+    numbers = np.zeros(len(order), np.int64)
+    numbers[order[1:]] = np.cumsum(~is_repeated(order, *key))
     return numbers
+
+
+def is_repeated(order: wire.Ints, *key: wire.Ints) -> npt.NDArray[np.bool_]:
+    """Return whether each row but the first equals the one before it in this order, shape [rows - 1].
+
+    A column is sorted at a time: those of a million rows together would take three times the memory.
+    """
+    result = np.ones(max(0, len(order) - 1), np.bool_)
+    for column in key:
+        ordered = column[order]
+        result &= ordered[1:] == ordered[:-1]
+    return result
 
 
 def collectives_of(steps: tuple[wire.Ints, wire.Steps], rank: wire.Ints, step: wire.Ints) -> wire.Ints:
     """Return the collective of each (rank, step), shape [rows]; `wire.UNKNOWN` if there is no such step."""
+    return np.append(steps[1].collective, wire.UNKNOWN)[step_rows(steps, rank, step)]
+
+
+def step_rows(steps: tuple[wire.Ints, wire.Steps], rank: wire.Ints, step: wire.Ints) -> wire.Ints:
+    """Return the row in `steps` of each (rank, step), shape [rows]; -1 if there is no such step."""
     step_rank, columns = steps
     if not len(step_rank):
-        return np.full_like(step, wire.UNKNOWN)
+        return np.full_like(step, -1)
     keys, row_keys = step_rank * (wire.MAX_STEP + 1) + columns.step, rank * (wire.MAX_STEP + 1) + step
     order = np.argsort(keys)
     row = order[np.searchsorted(keys, row_keys, sorter=order).clip(max=len(keys) - 1)]
-    return np.where(keys[row] == row_keys, columns.collective[row], wire.UNKNOWN)
+    return np.where(keys[row] == row_keys, row, -1)
 
 
 def align(rank: wire.Ints, offsets: dict[int, int], times_ns: wire.Ints) -> wire.Ints:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.steps.clock_alignment import align, collectives_of
+from ddpobs_server.analysis.steps.clock_alignment import align, collectives_of, is_repeated, number_rows, step_rows
 from ddpobs_server.analysis.steps.waiting import parts_ns
 
 _INDEX_BITS = 20
@@ -129,13 +129,11 @@ def _all_reduces(rows: Rows, rank: wire.Ints, columns: wire.Spans) -> wire.Ints:
     collective = np.where(known < 0, -2 - columns.step, known)
     bucket = (columns.module << _INDEX_BITS | columns.revision) << _INDEX_BITS | columns.bucket
     order = np.lexsort((columns.done_ns, rank, bucket, collective))
-    keys = np.stack([rank, bucket, collective])[:, order]
-    is_repeated = np.append(False, (keys[:, 1:] == keys[:, :-1]).all(axis=0))
+    repeats = np.append(False, is_repeated(order, rank, bucket, collective))
     count = np.arange(len(order))
     occurrence = np.empty_like(count)
-    occurrence[order] = count - np.maximum.accumulate(np.where(is_repeated, 0, count))
-    _, index = np.unique(np.stack([collective, bucket, occurrence]), axis=1, return_inverse=True)
-    return np.asarray(index.reshape(-1))
+    occurrence[order] = count - np.maximum.accumulate(np.where(repeats, 0, count))
+    return number_rows(collective, bucket, occurrence)
 
 
 def _computing_ns(rows: Rows, rank: wire.Ints, columns: wire.Spans) -> wire.Ints:
@@ -143,10 +141,9 @@ def _computing_ns(rows: Rows, rank: wire.Ints, columns: wire.Spans) -> wire.Ints
 
     A unit's gradients are made between waits, so their computation is not known: it is as if it took no time.
     """
-    step_rank, steps = rows
-    begins_ns = steps.start_ns + steps.data_ns + steps.forward_ns
-    backward_ns = dict(zip(zip(step_rank.tolist(), steps.step.tolist(), strict=True), begins_ns.tolist(), strict=True))
-    keys = zip(rank.tolist(), columns.step.tolist(), columns.ready_ns.tolist(), strict=True)
-    initial_ns = np.array([min(ready, backward_ns.get((number, step), ready)) for number, step, ready in keys])
+    _, steps = rows
+    row = step_rows(rows, rank, columns.step)
+    backward_ns = np.append(steps.start_ns + steps.data_ns + steps.forward_ns, 0)[row]
+    initial_ns = np.where(row < 0, columns.ready_ns, np.minimum(columns.ready_ns, backward_ns))
     before_ns = _previous(rank, columns, columns.ready_ns, initial_ns)
     return np.where(columns.waited_ns == wire.UNKNOWN, before_ns, columns.ready_ns)
