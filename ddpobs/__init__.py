@@ -11,14 +11,25 @@ if TYPE_CHECKING:
     from ddpobs.client.client import Client
     from ddpobs.config import TelemetryConfig
     from ddpobs.ddp import DistributedDataParallel
+    from ddpobs.reducer.layer_drop import LayerDrop
     from ddpobs.telemetry import current_run
 
 __version__ = "0.1.0"
-__all__ = ["Client", "DistributedDataParallel", "TelemetryConfig", "__version__", "attach", "current_run", "trackers"]
+__all__ = [
+    "Client",
+    "DistributedDataParallel",
+    "LayerDrop",
+    "TelemetryConfig",
+    "__version__",
+    "attach",
+    "current_run",
+    "trackers",
+]
 
 _MODULES = {
     "Client": "ddpobs.client.client",
     "DistributedDataParallel": "ddpobs.ddp",
+    "LayerDrop": "ddpobs.reducer.layer_drop",
     "TelemetryConfig": "ddpobs.config",
     "attach": "ddpobs.attaching",
     "current_run": "ddpobs.telemetry",

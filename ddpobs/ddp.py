@@ -22,6 +22,7 @@ from ddpobs.errors import ConfigError, DataParallelError
 from ddpobs.never_raises import goes_on_without
 from ddpobs.reducer import model_check, pipeline_steps
 from ddpobs.reducer.ddp_logger import Logger
+from ddpobs.reducer.dropped_layers import DropPlan
 from ddpobs.reducer.late_parameters import Frozen
 from ddpobs.reducer.settings import Settings
 from ddpobs.reducer.torch_members import TorchReducer
@@ -60,7 +61,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     Raises:
         ConfigError: A telemetry setting, `bucket_cap_mb`, `comm`, `round_robin_groups` or
-            `torch._dynamo.config.optimize_ddp` has an invalid value, or one that "auto" excludes.
+            `torch._dynamo.config.optimize_ddp` has an invalid value, or one that "auto" or a `LayerDrop` excludes.
         DataParallelError: The module is a `torch.nn.DataParallel`.
         ModelsDifferError: The ranks' parameters, buffers or flags differ. Raised on every rank.
         UnusedParametersError: A parameter got no gradient on some rank, and `find_unused_parameters` is off. Raised by
@@ -244,13 +245,17 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def _settings(self, static_graph: bool) -> Settings:
         """The constructor's choices in the reducer's form."""
-        limits = self._bucket_caps.rebuilt()
+        limits, drops = self._bucket_caps.rebuilt(), DropPlan(self.module)
+        if drops and (static_graph or self._tunes_buckets):
+            setting, expected = ("static_graph", "False") if static_graph else ("bucket_cap_mb", "a number of MB or None")
+            raise ConfigError(setting, f"{expected} with a LayerDrop, whose steps differ", static_graph or "auto")
         return Settings(
             first_limits_bytes=limits,  # Torch starts with them only with find_unused_parameters. They allow overlap.
             rebuilt_limits_bytes=limits,
             find_unused=self.find_unused_parameters,
             skip_unused=self.skip_all_reduce_unused_params and self.find_unused_parameters and not static_graph,
             static_graph=static_graph,
+            drops=drops,
             as_views=self.gradient_as_bucket_view,
             tunes_buckets=self._tunes_buckets,
         )

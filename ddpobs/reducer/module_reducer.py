@@ -115,13 +115,11 @@ class ModuleReducer(FrontEnd):
         # As in torch, a backward without a forward of the DDP module belongs to the user alone.
         self._readiness.expected = False
         self.timings = Timings()
-        self.forwards = 0
-        self.rebuilt = False
+        self.forwards, self._compared_comm = 0, False
+        self.rebuilt, self.error = False, ""
         self.first_bucket_bytes = self.bucket_bytes
-        self.error = ""
         self._substitution = Substitution(module, names[0], parameters[0])
         self.gradient_order: list[int] = []
-        self._compared_comm = False
         self.auto_caps: AutoCaps | None = None
         self._launched_in_step: list[ModuleReducer] | None = None
         self.after_step: Callable[[], object] | None = None
@@ -142,6 +140,7 @@ class ModuleReducer(FrontEnd):
         self.core.look_for_late_parameters()
         self._readiness.expect(synchronises)
         self.end_interrupted()
+        self.core.settings.drops.draw()
         if synchronises:
             self.timings.forward_began()
 
@@ -184,6 +183,7 @@ class ModuleReducer(FrontEnd):
             self._divisor = float(ranks.item())
             self._forward_work = None
         self._compare_comm()
+        self.core.settings.drops.backward_began()
         self.timings.mark("backward_began")
         if self.auto_caps is not None:
             self.auto_caps.backward_began(self.forwards)
@@ -192,15 +192,16 @@ class ModuleReducer(FrontEnd):
         self._open.append(self._weak_self)
 
     def _compare_comm(self) -> None:
-        """In a group's first backward, compare the ranks' strategies: each registers a hook by itself.
+        """In a group's first backward, compare the ranks' strategies and the arguments of their LayerDrops.
 
         Raises:
-            ModelsDifferError: A hook is missing on some ranks, or is another one. Raised on every rank.
+            ModelsDifferError: A hook is missing on some ranks, or some are others. Raised on every rank.
         """
         if self._compared_comm:
             return
         self._compared_comm = True
-        facts = {model_check.SETTINGS: [("the communication hook or strategy", self.core.comm.name)]}
+        comm, drops = self.core.comm.name, str(self.core.settings.drops)
+        facts = {model_check.SETTINGS: [("the communication hook or strategy", comm), ("LayerDrop", drops)]}
         model_check.check_same_everywhere(facts, None, self.core.group, self.core.layout.parameters[0].device)
 
     def _refuse(self) -> None:
@@ -355,6 +356,7 @@ class ModuleReducer(FrontEnd):
     def participate_with_zeros(self) -> None:
         """Take part in another rank's backward, as a rank that is out of data."""
         self._compare_comm()
+        self.core.settings.drops.backward_began()
         if self.auto_caps is not None:
             self.auto_caps.shadow_began()
         zero_participation.participate(self.core)

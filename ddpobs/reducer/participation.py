@@ -6,6 +6,7 @@
 | `MissingAsZero` | Horovod's optimizer | counts as zero | here |
 | `FindUnused` | `find_unused_parameters` | is compared between the ranks | `find_unused.py` |
 | `StaticGraph` | `static_graph` | must be missing in every backward | `static_graph.py` |
+| `DroppedLayers` | a `LayerDrop` in the module | is a fault unless the step drops its layer | `dropped_layers.py` |
 
 A reducer has one policy. It calls `begin`, `end`, `start_map_reduce`, `resolve` and `forget` once in each synchronised
 backward, in this order.
@@ -20,6 +21,8 @@ from typing import Protocol
 from torch.autograd.graph import Node
 from typing_extensions import override
 
+from ddpobs.buckets.layout import Layout
+from ddpobs.reducer.dropped_layers import DroppedLayers
 from ddpobs.reducer.fault_broadcast import Fault
 from ddpobs.reducer.find_unused import FindUnused
 from ddpobs.reducer.settings import Settings
@@ -79,13 +82,15 @@ class Participation(Protocol):
         ...
 
 
-def choose(settings: Settings, names: Sequence[str], nodes: Sequence[Node], used_map: UsedMap) -> Participation:
+def choose(settings: Settings, layout: Layout, nodes: Sequence[Node], used_map: UsedMap) -> Participation:
     """The policy for these settings; `nodes` are the parameters' AccumulateGrad nodes."""
     if settings.static_graph:
-        return StaticGraph(names, used_map)
+        return StaticGraph(layout.names, used_map)
     if settings.find_unused:
-        return FindUnused(names, partial(autograd.find_unreached, nodes), used_map, settings.skip_unused)
-    return MissingAsZero() if settings.missing_as_zero else AllRequired(names)
+        return FindUnused(layout.names, partial(autograd.find_unreached, nodes), used_map, settings.skip_unused)
+    if settings.drops:
+        return DroppedLayers(layout, settings.drops)
+    return MissingAsZero() if settings.missing_as_zero else AllRequired(layout.names)
 
 
 class MissingAsZero:

@@ -114,7 +114,7 @@ class Reducer:
         self._report_layout()
 
     def _choose_participation(self) -> Participation:
-        return choose(self.settings, self.layout.names, self._nodes, self.used_map)
+        return choose(self.settings, self.layout, self._nodes, self.used_map)
 
     def _new_used_map(self) -> UsedMap:
         device = self.layout.parameters[0].device
@@ -192,7 +192,7 @@ class Reducer:
             bucket = self.buckets[len(self.pending)]
             if bucket.pending > 0 and not final:
                 return
-            if self.settings.skip_unused and not self.readiness.participation.should_launch(bucket.members):
+            if not self.readiness.participation.should_launch(bucket.members):
                 self.pending.append(SkippedBucket())
                 continue
             if self.times.marks_nvtx or ranges.profiler_records():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ddpobs.reducer.dropped_layers import NO_LAYERS, DropPlan
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -16,6 +18,7 @@ class Settings:
         find_unused: Parameters may take no part in a backward.
         skip_unused: Buckets that no rank uses are not reduced.
         static_graph: The same parameters take part in every backward.
+        drops: The layers that each step leaves out; `find_unused` finds their parameters like others.
         missing_as_zero: A parameter without a gradient counts as zero.
         as_views: Gradients may be views of the buckets, which the next backward overwrites, as with
             `gradient_as_bucket_view`. Otherwise a gradient that user code still holds keeps its memory.
@@ -29,6 +32,7 @@ class Settings:
     find_unused: bool = False
     skip_unused: bool = False
     static_graph: bool = False
+    drops: DropPlan = NO_LAYERS
     missing_as_zero: bool = False
     as_views: bool = False
     assignment: Sequence[Sequence[int]] | None = None

@@ -70,7 +70,10 @@ def abort(reducer: Reducer) -> Iterator[None]:
         participation.end(readiness.used, readiness.unseen())
         zeros = zero_buckets(reducer)
         if not (participation.defers_launch or reducer.settings.skip_unused):
-            reducer.pending += [reducer.comm.launch(bucket, False) for bucket in zeros[len(reducer.pending) : -1]]
+            reducer.pending += [
+                reducer.comm.launch(bucket, False) if participation.should_launch(bucket.members) else SkippedBucket()
+                for bucket in zeros[len(reducer.pending) : -1]
+            ]
         yield
         for pending in reducer.pending:
             with suppress(Exception):  # An error of an earlier bucket was raised at its wait already.
