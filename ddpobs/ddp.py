@@ -224,6 +224,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if self._recorder is not None:
             self._recorder.follow_gradients(self.reducer)
             self._recorder.compare_replicas(self.reducer.parameters, self.reducer.names)
+            if drops := self.reducer.core.settings.drops:
+                self._recorder.event("layers_dropped", layers=str(drops), parameters=len(drops.droppable))
         # The module outlives its wrapper, and may be wrapped again.
         weakref.finalize(self, self.reducer.remove_hooks).atexit = False
         self.logger = Logger(self.reducer, self._construction_facts(parameters))
@@ -247,7 +249,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         """The constructor's choices in the reducer's form."""
         limits, drops = self._bucket_caps.rebuilt(), DropPlan(self.module)
         if drops and (static_graph or self._tunes_buckets):
-            setting, expected = ("static_graph", "False") if static_graph else ("bucket_cap_mb", "a number of MB or None")
+            setting, expected = (
+                ("static_graph", "False") if static_graph else ("bucket_cap_mb", "a number of MB or None")
+            )
             raise ConfigError(setting, f"{expected} with a LayerDrop, whose steps differ", static_graph or "auto")
         return Settings(
             first_limits_bytes=limits,  # Torch starts with them only with find_unused_parameters. They allow overlap.

@@ -13,7 +13,7 @@
 | `readiness.py` | start of a backward, hooks, count-down |
 | `front_end.py` | the methods that a front end adds: `module_reducer.py` (torch's DDP), `horovod/reduction.py` |
 | `observer.py` | the contract with telemetry |
-| `participation.py`, `find_unused.py`, `static_graph.py`, `dropped_layers.py` | policies: which parameters take part in a backward |
+| `participation.py`, `find_unused.py`, `static_graph.py`, `dropped_layers.py` | policies: which parameters take part |
 | `layer_drop.py` | the module whose layers a step leaves out |
 | `used_map.py`, `unused_parameters.py` | the comparison of the ranks, and `.grad` of unused parameters |
 | `fault_broadcast.py` | how every rank raises the same error |

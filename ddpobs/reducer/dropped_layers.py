@@ -135,9 +135,8 @@ class DroppedLayers:
         if surprises:
             more = f" and {len(surprises) - 20} more" if len(surprises) > 20 else ""
             return Fault(
-                message=f"{', '.join(surprises[:20])}{more} got a gradient although this step drops the layer, as every "
-                "rank has drawn. Run the layers by iterating over their LayerDrop in train mode, and call the backward "
-                "of a forward before the next forward"
+                message=f"{', '.join(surprises[:20])}{more} got a gradient in a step that drops the layer. Iterate "
+                "over the LayerDrop in train mode, and call the backward of a forward before the next forward"
             )
         return Fault(missing=[names[index] for index in missing], indices=list(missing)) if missing else None
 

@@ -75,7 +75,11 @@ class LayerDrop(torch.nn.Sequential):
 
     def _kept(self, part: slice) -> list[torch.nn.Module]:
         dropped = self._dropped if self.training else ()
-        return [layer for index, layer in list(enumerate(self._modules.values()))[part] if index not in dropped and layer is not None]
+        return [
+            layer
+            for index, layer in list(enumerate(self._modules.values()))[part]
+            if index not in dropped and layer is not None
+        ]
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no draw yet."""

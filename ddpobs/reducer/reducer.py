@@ -98,7 +98,7 @@ class Reducer:
             settings.assignment or assignment.assign(parameters, settings.first_limits_bytes, expect_sparse)
         )
         self.buckets = self.layout.buckets
-        self.unused = UnusedParameters(self.layout, recorder)
+        self.unused = UnusedParameters(self.layout, recorder, settings.drops)
         self._nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
         self.used_map = self._new_used_map()
         self.readiness = Readiness(

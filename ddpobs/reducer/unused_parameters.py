@@ -19,6 +19,7 @@ from ddpobs.buckets.bucket import Bucket
 from ddpobs.buckets.layout import Layout
 from ddpobs.comm import Pending, SkippedBucket
 from ddpobs.observers import ModuleObserver
+from ddpobs.reducer.dropped_layers import DropPlan
 
 
 class UnusedParameters:
@@ -27,6 +28,7 @@ class UnusedParameters:
     Args:
         layout: The parameters and their buckets.
         recorder: Receives the names of unused parameters; None with telemetry off.
+        drops: The parameters of dropped layers are not reported: nothing is wrong with them.
 
     Attributes:
         stashed: By index of a parameter that takes no part, its older gradient.
@@ -35,8 +37,8 @@ class UnusedParameters:
         recorder: As given.
     """
 
-    def __init__(self, layout: Layout, recorder: ModuleObserver | None) -> None:
-        self._layout, self.recorder = layout, recorder
+    def __init__(self, layout: Layout, recorder: ModuleObserver | None, drops: DropPlan) -> None:
+        self._layout, self.recorder, self._drops = layout, recorder, drops
         self._previous: list[int] | None = None
         self.stashed: dict[int, torch.Tensor] = {}
         self.size_bytes = 0
@@ -82,7 +84,9 @@ class UnusedParameters:
         for index in sorted(set(locally) - set(globally)):
             layout.bucket_of[index].assign_grad(layout.index_in_bucket[index])
         if self.recorder is not None:
-            self.recorder.unused([layout.names[i] for i in locally], [layout.names[i] for i in globally])
+            names, dropped = layout.names, self._drops.dropped
+            found = [[names[i] for i in indices if names[i] not in dropped] for indices in (locally, globally)]
+            self.recorder.unused(*found)
 
     def report_missing(self, parameters: dict[str, list[int]], group: dist.ProcessGroup) -> None:
         """Record missing parameters; `parameters` holds by name the ranks without its gradient."""

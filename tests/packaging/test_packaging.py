@@ -69,6 +69,7 @@ def test_dir_lists_the_public_names_alone() -> None:
     assert dir(ddpobs) == [
         "Client",
         "DistributedDataParallel",
+        "LayerDrop",
         "TelemetryConfig",
         "__version__",
         "attach",

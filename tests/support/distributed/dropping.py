@@ -16,7 +16,7 @@ class Stack(nn.Module):
     def __init__(self, probability: float = 0.5, count: int = 5, seed: int = 3) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
         self.layers = LayerDrop((nn.Linear(8, 8) for _ in range(count)), probability, seed)
 
     def forward(self, x: torch.Tensor, also: int | None = None) -> torch.Tensor:
