@@ -39,6 +39,12 @@ def test_a_passing_error_of_postgresql_is_an_unavailable_error(
     assert error.value.full is full
 
 
+def test_a_commit_that_a_clusters_node_lost_may_be_repeated(postgresql: databases.Fresh, tmp_path: Path) -> None:
+    lost = "could not commit transaction for shard 102140 on at least one active node"
+    with engine(postgresql(tmp_path)).connect() as connection, pytest.raises(UnavailableError, match=lost):
+        connection.exec_driver_sql(f"DO $$ BEGIN RAISE EXCEPTION '{lost}' USING ERRCODE = 'XX000'; END $$")
+
+
 def test_a_read_only_postgresql_is_unavailable_and_the_next_call_reconnects(
     postgresql: databases.Fresh, tmp_path: Path
 ) -> None:

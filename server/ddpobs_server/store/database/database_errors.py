@@ -41,6 +41,8 @@ _LOST_STATEMENTS = frozenset({"26000", "42P05"})
 """SQLSTATEs of prepared statements behind a pool that gives each transaction another connection."""
 _LOST_SERVER = re.compile("server (closed|conn|login)|terminating|pgbouncer|query_wait_timeout", re.IGNORECASE)
 """Messages of such a pool."""
+_UNCOMMITTED = "could not commit transaction for shard"
+"""Message of Citus, with an SQLSTATE of many meanings, if a node went away during the commit."""
 _DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, "XX001", "XX002"})
 """Damaged pages, as error codes of SQLite and as SQLSTATEs of PostgreSQL."""
 
@@ -155,7 +157,7 @@ def is_damage(error: Any) -> bool:
 
 
 def _passes(error: Any) -> bool:
-    if is_full(error):
+    if is_full(error) or _UNCOMMITTED in str(error):
         return True
     if isinstance(error, sqlite3.Error):
         return _sqlite_code(error) in _PASSING
