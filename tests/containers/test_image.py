@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from benchmarks.rig import patience
 from benchmarks.rig.containers import address, collector_image, container, docker, ready_s, volume
+from tests.support import smoke
 from tests.support.containers import need_images, shell, stand_ins, state
 from tests.support.server.batches import batch, put, steps
 
@@ -94,7 +96,10 @@ def test_runs_remain_when_a_container_is_stopped_restarted_killed_and_replaced(i
 def test_secrets_come_from_files_and_are_in_no_description_of_the_container(image: str, tmp_path: Path) -> None:
     (tmp_path / "token").write_text(f"{TOKEN}\n")
     (tmp_path / "settings").write_text("DDPOBS_SERVER_WEBHOOK_URL=http://127.0.0.1:9/a-secret-address\n")
-    names = ("--env=DDPOBS_SERVER_TOKEN_FILE=/run/secrets/token", "--env=DDPOBS_SERVER_SETTINGS_FILE=/run/secrets/settings")
+    names = (
+        "--env=DDPOBS_SERVER_TOKEN_FILE=/run/secrets/token",
+        "--env=DDPOBS_SERVER_SETTINGS_FILE=/run/secrets/settings",
+    )
     options = (*HARDENED, PUBLISHED[0], *names, f"--volume={tmp_path}:/run/secrets:ro")
     tmp_path.chmod(0o755)
     with container(image, options=options) as collector:
@@ -127,3 +132,13 @@ def test_a_collector_without_a_writable_folder_says_so_and_ends(image: str, tmp_
     with container(image, options=options) as collector:
         assert int(docker("wait", collector)) == 1
         assert "/data" in docker("logs", collector)
+
+
+def test_the_benchmark_measures_size_start_and_stop(image: str) -> None:
+    output = smoke.run("container", "--image", image)
+    number = r"(\d+\.\d) s \((\d+\.\d) to (\d+\.\d)\), 2 times"
+    assert re.search(r"^image: \d+ MB$", output, re.MULTILINE)
+    for title in ("start", "stop"):
+        measured = re.search(rf"^{title}: {number}$", output, re.MULTILINE)
+        assert measured, output
+        assert 0 < float(measured[2]) <= float(measured[1]) <= float(measured[3])

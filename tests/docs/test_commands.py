@@ -39,7 +39,7 @@ RUN, SPOOLED = "gpt-77", "spooled"
 NOT_RUN = {
     r"^pip install |^python3 -m venv ": "installs packages; tests/packaging/test_packaging.py installs the wheel",
     r"^useradd ": "adds a user to the system",
-    r"^docker |docker compose up": "needs Docker; tests/integration/test_deployment.py checks the files",
+    r"^docker |docker compose up": "needs Docker; tests/containers starts them",
     r"\bkubectl ": "needs a cluster; tests/deployment/test_kubernetes.py renders and checks the manifests",
     r"^systemctl |^cp deploy/systemd/": "changes the system; tests/deployment/test_services.py checks the unit",
     r"^sbatch ": "needs SLURM; tests/deployment/test_services.py runs the script",
