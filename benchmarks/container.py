@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from contextlib import nullcontext
 from statistics import median
 
 from benchmarks.rig.containers import collector_image, container, docker, ready_s, volume
@@ -41,11 +40,9 @@ def main() -> None:
     parser.add_argument("--image", help="an image that is already built")
     parser.add_argument("--smoke", action="store_true", help="two starts")
     options = parser.parse_args()
-    with nullcontext(options.image) if options.image else collector_image() as image:
-        print(f"image: {int(docker('image', 'inspect', '--format={{.Size}}', image)) / 1e6:.0f} MB")
-        starts, stops = zip(
-            *(start_and_stop_s(image) for _ in range(2 if options.smoke else options.starts)), strict=True
-        )
+    image = options.image or collector_image()
+    print(f"image: {int(docker('image', 'inspect', '--format={{.Size}}', image)) / 1e6:.0f} MB")
+    starts, stops = zip(*(start_and_stop_s(image) for _ in range(2 if options.smoke else options.starts)), strict=True)
     for title, seconds in {"start": starts, "stop": stops}.items():
         print(f"{title}: {median(seconds):.1f} s ({min(seconds):.1f} to {max(seconds):.1f}), {len(seconds)} times")
 

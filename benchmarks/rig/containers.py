@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-import secrets
+import fcntl
+import hashlib
 import subprocess
 import threading
 import time
@@ -21,6 +22,8 @@ from benchmarks.rig import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEELS = ROOT / ".venv" / "wheels"
+_INDEX_PORT = 28_321
+"""Always the same, because the address is part of the layer that pip makes."""
 
 
 def docker(*words: str | Path, check: bool = True) -> str:
@@ -64,25 +67,24 @@ def package_index() -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             """Keep the output short."""
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Index, directory=WHEELS)) as server:
+    with ThreadingHTTPServer(("127.0.0.1", _INDEX_PORT), partial(Index, directory=WHEELS)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}/"
+        yield f"http://127.0.0.1:{_INDEX_PORT}/"
         server.shutdown()
 
 
-@contextmanager
-def collector_image() -> Iterator[str]:
-    """Build `server/Dockerfile`; yields the image's name, and removes it with the block."""
-    tag = f"ddpobs-server:{secrets.token_hex(4)}"
-    with package_index() as address:
-        options = ["--network=host", f"--build-arg=PIP_INDEX_URL={address}", "--file=server/Dockerfile"]
-        try:
-            # The first stage gets a name too, so that it can be removed.
-            docker("build", *options, "--target=build", f"--tag={tag}-build", ROOT)
-            docker("build", *options, f"--tag={tag}", ROOT)
-            yield tag
-        finally:
-            docker("image", "rm", "--force", tag, f"{tag}-build", check=False)
+def collector_image() -> str:
+    """Build `server/Dockerfile` and return the image's name; it uses the layers of the last build again."""
+    tag = f"ddpobs-server:{hashlib.sha256(bytes(ROOT)).hexdigest()[:8]}"
+    with (WHEELS / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with package_index() as address:
+            options = ["--network=host", f"--build-arg=PIP_INDEX_URL={address}", "--label=ddpobs.test=true"]
+            # The first stage gets a name too, so that its layers remain.
+            docker("build", *options, "--file=server/Dockerfile", "--target=build", f"--tag={tag}-build", ROOT)
+            docker("build", *options, "--file=server/Dockerfile", f"--tag={tag}", ROOT)
+            docker("image", "prune", "--force", "--filter=label=ddpobs.test=true")
+    return tag
 
 
 @contextmanager

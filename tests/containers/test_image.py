@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -26,10 +25,9 @@ NEVER_SLOWER = 25
 
 
 @pytest.fixture(scope="module")
-def image() -> Iterator[str]:
+def image() -> str:
     need_images(BASE)
-    with collector_image() as tag:
-        yield tag
+    return collector_image()
 
 
 def status(url: str, **headers: str) -> int:
