@@ -225,7 +225,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             self._recorder.follow_gradients(self.reducer)
             self._recorder.compare_replicas(self.reducer.parameters, self.reducer.names)
             if drops := self.reducer.core.settings.drops:
-                self._recorder.event("layers_dropped", layers=str(drops), parameters=len(drops.droppable))
+                self._recorder.event("layers_dropped", layers=str(drops), parameters=len(drops.layers_of))
         # The module outlives its wrapper, and may be wrapped again.
         weakref.finalize(self, self.reducer.remove_hooks).atexit = False
         self.logger = Logger(self.reducer, self._construction_facts(parameters))

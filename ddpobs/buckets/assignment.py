@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
@@ -41,3 +41,32 @@ def assign_in_order(
     ordered: list[torch.Tensor] = [parameters[index] for index in order]
     indices, _ = _compute_bucket_assignment_by_size(ordered, list(limits_bytes), list(expect_sparse), list(order))
     return list(indices)
+
+
+def separate(
+    buckets: Sequence[Sequence[int]],
+    groups: Sequence[Hashable | None],
+    sizes_bytes: Sequence[int],
+    least_bytes: int,
+) -> list[list[int]]:
+    """Give parameters that are left out together a bucket of their own, so that it need not be reduced then.
+
+    Args:
+        buckets: Indices of each bucket's parameters, in launch order.
+        groups: By parameter, its group; None without one.
+        sizes_bytes: By parameter.
+        least_bytes: Smallest size of a group's part of a bucket that becomes a bucket.
+    """
+    separated: list[list[int]] = []
+    for bucket in buckets:
+        parts: dict[Hashable, list[int]] = {}
+        for member in bucket:
+            parts.setdefault(groups[member], []).append(member)
+        rest = parts.pop(None, [])
+        for group, part in list(parts.items()):
+            if sum(sizes_bytes[member] for member in part) < least_bytes:
+                rest += parts.pop(group)
+        ready = {member: place for place, member in enumerate(bucket)}
+        cut = [sorted(part, key=ready.__getitem__) for part in (*parts.values(), rest) if part]
+        separated += sorted(cut, key=lambda part: ready[part[-1]])
+    return separated

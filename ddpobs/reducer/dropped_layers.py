@@ -29,6 +29,8 @@ class DropPlan:
     Attributes:
         step: Number of synchronised backward passes that have begun.
         dropped: Names of the parameters that the latest of them leaves out.
+        layers_of: By name of a parameter that some step may leave out, the layers on which this depends: it is left out
+            if each of the sets has a dropped layer.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -36,7 +38,7 @@ class DropPlan:
         self._lists = {name: child for name, child in named if isinstance(child, LayerDrop)}
         self.step = 0
         self.dropped: frozenset[str] = frozenset()
-        self._layers_of = _layers_of(module, self._lists) if self._lists else {}
+        self.layers_of = _layers_of(module, self._lists) if self._lists else {}
 
     def __bool__(self) -> bool:
         """Whether there are layers to drop."""
@@ -48,11 +50,6 @@ class DropPlan:
             f"{name}: probability {layers.probability}, seed {layers.seed}" for name, layers in self._lists.items()
         )
 
-    @property
-    def droppable(self) -> list[str]:
-        """Names of the parameters that some step may leave out."""
-        return list(self._layers_of)
-
     def draw(self) -> None:
         """Choose the layers of a forward, whose gradients the next synchronised backward reduces."""
         for layers in self._lists.values():
@@ -63,7 +60,7 @@ class DropPlan:
         if self._lists:
             dropped = {(id(a), index) for a in self._lists.values() for index in a.dropped_in(self.step)}
             self.dropped = frozenset(
-                name for name, uses in self._layers_of.items() if all(dropped & layers for layers in uses)
+                name for name, uses in self.layers_of.items() if all(dropped & layers for layers in uses)
             )
             self.step += 1
 
@@ -72,8 +69,8 @@ NO_LAYERS = DropPlan(torch.nn.Module())
 """The plan of a module without a LayerDrop."""
 
 
-def _layers_of(module: torch.nn.Module, lists: dict[str, LayerDrop]) -> dict[str, list[set[_Layer]]]:
-    """By name of a parameter, for each place where the module has it, the layers around it.
+def _layers_of(module: torch.nn.Module, lists: dict[str, LayerDrop]) -> dict[str, frozenset[frozenset[_Layer]]]:
+    """By name of a parameter, for each place at which the module has it, the layers around it.
 
     A parameter with a place outside of any layer is not there: no step drops it.
     """
@@ -83,11 +80,11 @@ def _layers_of(module: torch.nn.Module, lists: dict[str, LayerDrop]) -> dict[str
         for index, child in enumerate(drop._modules)
     }
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    uses: dict[str, list[set[_Layer]]] = {}
+    uses: dict[str, list[frozenset[_Layer]]] = {}
     for place, parameter in module.named_parameters(remove_duplicate=False):
-        around = {layer for prefix, layer in layers.items() if place.startswith(prefix)}
+        around = frozenset(layer for prefix, layer in layers.items() if place.startswith(prefix))
         uses.setdefault(names[id(parameter)], []).append(around)
-    return {name: places for name, places in uses.items() if all(places)}
+    return {name: frozenset(places) for name, places in uses.items() if all(places)}
 
 
 class _Dropped(Protocol):

@@ -93,7 +93,7 @@ class Reducer:
         self.waits_later = False
         self._keeps_graph = False
         self.times = BucketTimes(recorder)
-        self.layout = Layout(parameters, names, expect_sparse, settings.as_views)
+        self.layout = Layout(parameters, names, expect_sparse, settings.as_views, settings.drops.layers_of)
         self.layout.build(
             settings.assignment or assignment.assign(parameters, settings.first_limits_bytes, expect_sparse)
         )

@@ -132,3 +132,9 @@ def test_a_bucket_describes_itself_in_bytes_and_names() -> None:
     described = bucketing.build(model, [[1, 0]], dense(2))[0].describe(["first", "second"])
     assert (described.size_bytes, described.dtype) == (40, "float64")
     assert [(p.name, p.size) for p in described.parameters] == [("second", 2), ("first", 3)]
+
+
+def test_a_large_group_gets_a_bucket_of_its_own_in_the_order_of_its_last_gradient() -> None:
+    groups = ["a", None, "a", "b", None, "c"]
+    buckets = [[0, 1, 3, 2], [4, 5]]
+    assert assignment.separate(buckets, groups, [4, 4, 4, 4, 4, 9], least_bytes=8) == [[1, 3], [0, 2], [4], [5]]

@@ -84,6 +84,23 @@ def views(kind: Any, rank: int) -> Any:
     return train(wrapped(kind, Stack(), gradient_as_bucket_view=True, **TWO_BUCKETS), rank)
 
 
+class Wide(nn.Module):
+    """Layers of 1 MiB, which one bucket of the default cap would hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = LayerDrop((nn.Linear(512, 512) for _ in range(4)), 0.5, seed=3)
+        self.first, self.last = nn.Linear(8, 512), nn.Linear(512, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.layers(self.first(x)))  # type: ignore[no-any-return]
+
+
+def large_layers(kind: Any, rank: int) -> Any:
+    return train(wrapped(kind, Wide()), rank)
+
+
 def nearly_all_dropped(kind: Any, rank: int) -> Any:
     return train(wrapped(kind, Stack(probability=0.9), **LAYER_BUCKETS), rank)
 
@@ -131,6 +148,7 @@ CASES: dict[str, Case] = {
         gradients_stay,
         gradients_are_never_zeroed,
         views,
+        large_layers,
         nearly_all_dropped,
         shared_weights,
         nested,
@@ -184,6 +202,21 @@ def test_no_bucket_of_a_dropped_layer_is_reduced() -> None:
     assert counts[0][1] == 5
     assert all(launched == kept + 2 for launched, kept in counts[1:]), counts
     assert len({kept for _, kept in counts}) > 2
+
+
+def layouts(rank: int, world_size: int) -> list[list[str]]:
+    ddp = DistributedDataParallel(Wide(), bucket_cap_mb=25)
+    for step in range(2):
+        ddp(batch(rank, step)).sum().backward()
+    names = ddp.reducer.names
+    return [[names[member] for member in bucket.members] for bucket in ddp.reducer.core.buckets]
+
+
+def test_large_layers_get_buckets_of_their_own() -> None:
+    assert run_ranks(layouts, 2)[0] == [
+        *([f"layers.{layer}.bias", f"layers.{layer}.weight"] for layer in (3, 2, 1, 0)),
+        ["last.bias", "last.weight", "first.bias", "first.weight"],
+    ]
 
 
 class Checkpointed(Stack):
@@ -291,9 +324,10 @@ class WithUnused(Stack):
 def recorded(rank: int, world_size: int) -> list[tuple[int, list[Any], list[str]]]:
     """Spans of buckets, names of unused parameters, and events: of dropped layers, and beside an unused layer."""
     results = []
-    for module, options in ((Stack(), {}), (WithUnused(), {"find_unused_parameters": True})):
+    for module in (Stack(), WithUnused()):
+        finds = isinstance(module, WithUnused)
         with sending() as sent:
-            ddp = DistributedDataParallel(module, **LAYER_BUCKETS, **options, telemetry=sent.config)
+            ddp = DistributedDataParallel(module, **LAYER_BUCKETS, find_unused_parameters=finds, telemetry=sent.config)
             for step in range(STEPS):
                 ddp(batch(rank, step)).sum().backward()
             del ddp
