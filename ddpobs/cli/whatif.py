@@ -92,7 +92,7 @@ def _print(run: str, response: dict[str, Any]) -> None:
     for reason in response["missing"]:
         typer.echo(coloured(printable(f"not known, because {reason}"), "warning"))
     if response["now"] is not None:
-        typer.echo(printable(f"{run}: {duration(response['now']['step_ns'])} a step now"))
+        typer.echo(printable(f"{run}: {_time(response['now'])} now"))
     slow = response["slow_ranks"]
     if slow is not None and slow["lost_ratio"] >= _MIN_LOST:
         typer.echo(f"slow ranks cost {100 * slow['lost_ratio']:.1f} % of the ranks' time (S = {slow['slowdown']:.3f})")
@@ -106,4 +106,8 @@ def _words(answer: dict[str, Any]) -> str:
     prediction = answer["prediction"]
     if prediction is None:
         return f"not known, because {answer['refused']}"
-    return f"{duration(prediction['step_ns']):>8}  {prediction['words']}"
+    return f"{_time(prediction):>15}  {prediction['words']}"
+
+
+def _time(step: dict[str, Any]) -> str:
+    return f"{duration(step['step_ns'])} {'a step' if step['batches'] == 1 else 'a batch'}"

@@ -137,6 +137,7 @@ class Prediction:
         begun_ns: Begin of its transfer, same shape.
         done_ns: End of its transfer, same shape.
         bucket_bytes: Bytes of each bucket's gradients, same shape.
+        batches: Batches of the step.
     """
 
     step_ns: float
@@ -148,6 +149,7 @@ class Prediction:
     begun_ns: Floats
     done_ns: Floats
     bucket_bytes: Floats
+    batches: int = 1
 
     @property
     def saved_ns(self) -> float:

@@ -57,6 +57,7 @@ def predict(fitted: Fitted, change: Change) -> Prediction | str:
         begun_ns=timeline.begun_ns,
         done_ns=timeline.done_ns,
         bucket_bytes=sizes,
+        batches=change.batches or fitted.batches,
     )
 
 

@@ -48,6 +48,7 @@ class WhatIfStep(TypedDict):
 
     step_ns: Annotated[int, doc("Time of a batch, in nanoseconds.")]
     exposed_ns: Annotated[int, doc("Communication that backward does not hide, in nanoseconds.")]
+    batches: Annotated[int, doc("Batches of the step, all but the last without a reduction.")]
     bucket_bytes: Annotated[list[int], doc("Size of each bucket in bytes, in launch order.")]
     ready_ns: Annotated[list[int], doc("Readiness of each bucket, in nanoseconds.")]
     begun_ns: Annotated[list[int], doc("Begin of each bucket's transfer, in nanoseconds.")]

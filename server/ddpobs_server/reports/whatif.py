@@ -97,6 +97,7 @@ def _step(prediction: Prediction) -> dict[str, Any]:
     return {
         "step_ns": round(prediction.step_ns),
         "exposed_ns": round(prediction.exposed_ns),
+        "batches": prediction.batches,
         "bucket_bytes": [round(size) for size in prediction.bucket_bytes.tolist()],
         "ready_ns": [round(at) for at in prediction.ready_ns.tolist()],
         "begun_ns": [round(at) for at in prediction.begun_ns.tolist()],
@@ -131,13 +132,17 @@ def _answer(fitted: Fitted, question: Question) -> dict[str, Any]:
 
 
 def saving_in_words(prediction: Prediction) -> str:
-    """Return the saving with its direction and its error: `saves 3.1 ms of 24 ms a step (13 ± 2 %)`."""
+    """Return the saving with its direction and its error: `saves 3.1 ms of 24 ms a step (13 ± 2 %)`.
+
+    Of a step with several batches it is that of a batch.
+    """
     saved, share = prediction.saved_ns, 100 * prediction.saved_ratio
     error = 100 * prediction.error_ns / prediction.now_ns
     if abs(saved) <= prediction.error_ns:
         return f"no difference seen: {abs(share):.1f} % {'less' if saved > 0 else 'more'}, ± {error:.1f} %"
     verb = "saves" if saved > 0 else "costs"
-    return f"{verb} {duration(abs(saved))} of {duration(prediction.now_ns)} a step ({abs(share):.1f} ± {error:.1f} %)"
+    unit = "a step" if prediction.batches == 1 else "a batch"
+    return f"{verb} {duration(abs(saved))} of {duration(prediction.now_ns)} {unit} ({abs(share):.1f} ± {error:.1f} %)"
 
 
 def words(change: Change) -> str:

@@ -115,3 +115,4 @@ def test_the_command_prints_a_line_for_each_change(url: str) -> None:
 def test_the_client_returns_the_response(url: str) -> None:
     response = ddpobs.Client(url).run("whatif").whatif(accumulate=4, find_unused=None)
     assert response["answers"][0]["change"] == "4 batches a step"
+    assert "a batch" in response["answers"][0]["prediction"]["words"]

@@ -41,9 +41,14 @@ def test_a_slider_predicts_the_step_and_draws_it_below_the_present_one(browser: 
     assert visit.errors == []
 
 
-def test_the_address_holds_the_change(browser: Any, address: str) -> None:
+def test_the_address_holds_the_change(browser: Any, url: str, address: str) -> None:
     visit = drawn(browser, f"{address}?whatif=compression%3Dfp16%26accumulate%3D4")
-    assert "comm='fp16', 4 batches a step" in answer(visit, "4 batches a step")
+    text = answer(visit, "4 batches a step")
+    assert "comm='fp16', 4 batches a step" in text
+    assert re.search(r"ms a batch \(.* of 55.2 ms a batch \(", text)
+    predicted = get(url, "/runs/sliders/whatif", compression="fp16", accumulate=4)["answers"][0]["prediction"]
+    of_a_step = f"{4 * predicted['step_ns'] / 1e6:.3g} ms for 4 batches"
+    expect(visit.page.locator("#whatif-picture figcaption").last).to_contain_text(of_a_step)
     expect(visit.page.locator("#whatif-batches-value")).to_have_text("4 a step")
     visit.page.get_by_role("button", name="As now").click()
     answer(visit, "A step takes")

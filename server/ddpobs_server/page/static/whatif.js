@@ -115,20 +115,24 @@ function showAnswer(response, isChange) {
 
 function sentence({ now, missing }, found, isChange) {
   if (!now) return `Not known, because ${missing.join("; ")}.`;
-  if (!isChange) return `A step takes ${milliseconds(now.step_ns)}. Move a slider to predict it after a change.`;
+  if (!isChange) return `A ${unit(now)} takes ${milliseconds(now.step_ns)}. Move a slider to predict it after a change.`;
   if (found.refused) return `${found.change}: not known, because ${found.refused}.`;
   const { step_ns: step, low_ns: low, high_ns: high, words } = found.prediction;
-  return `${found.change}: ${milliseconds(step)} a step (${milliseconds(low)} to ${milliseconds(high)}); ${words}.`;
+  return `${found.change}: ${milliseconds(step)} a ${unit(found.prediction)} (${milliseconds(low)} to ${milliseconds(high)}); ${words}.`;
 }
 
+// What the predicted time is that of.
+const unit = ({ batches }) => (batches === 1 ? "step" : "batch");
+const whole = ({ step_ns: batch, batches }) => batch * batches;
 const milliseconds = (ns) => `${Number((ns / 1e6).toPrecision(3))} ms`;
 
 // A titled bar for each step on one scale.
 function picture(rows) {
-  const longest = Math.max(...rows.map(([, step]) => Math.max(step.step_ns, ...step.done_ns)));
+  const longest = Math.max(...rows.map(([, step]) => Math.max(whole(step), ...step.done_ns)));
   return rows.map(([when, step]) => {
     const count = step.bucket_bytes.length;
-    const title = `${when}: ${milliseconds(step.step_ns)}, ${count} ${count === 1 ? "bucket" : "buckets"}`;
+    const batches = step.batches === 1 ? "" : ` for ${step.batches} batches`;
+    const title = `${when}: ${milliseconds(whole(step))}${batches}, ${count} ${count === 1 ? "bucket" : "buckets"}`;
     return element(
       "figure",
       {},
@@ -141,7 +145,7 @@ function picture(rows) {
 // The computation around the gradients, the gradients, and each transfer below them, as wide as the screen.
 function bar(title, step, scale) {
   const end = Math.max(...step.done_ns);
-  const before = Math.max(0, step.step_ns - end); // The rest of the step is drawn before its first gradient.
+  const before = Math.max(0, whole(step) - end); // The rest of the step is drawn before the reduced gradients.
   const last = Math.max(...step.ready_ns);
   const nodes = [rectangle("other", 0, before, 0), rectangle("backward", before, before + last, 0)];
   for (let bucket = 0; bucket < Math.min(step.bucket_bytes.length, MAX_BUCKETS); bucket++) {
