@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import causes, crashes, hangs, switched
+from benchmarks import auto_cap, causes, crashes, hangs, switched
 from benchmarks.broken import FAULTS
 from benchmarks.diagnosis.tables import table as diagnosis_table
 from benchmarks.models import MODELS
@@ -29,7 +29,8 @@ from benchmarks.whatif import __main__ as whatif
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = tuple(
-    ROOT / "docs" / name for name in ("measurements.md", "methods/diagnosis-truth.md", "paper.md", "whatif.md")
+    ROOT / "docs" / name
+    for name in ("measurements.md", "methods/diagnosis-truth.md", "paper.md", "whatif.md", "ddp.md")
 )
 _MARK = re.compile(r"<!-- table: ([\w-]+) -->\n(?:.+\n)*")
 
@@ -168,6 +169,18 @@ def _reads() -> str:
         }
         rows += [[title, f"{medians[name]:,.0f}"] for name, title in titles.items()]
     return rows_of(["", "median, ms"], rows)
+
+
+def _auto_caps() -> str:
+    rows = []
+    for rate, measured in newest("auto-cap").items():
+        seconds, tried = measured["seconds"], measured["tried"]
+        best = min((name for name in seconds if name != auto_cap.AUTO), key=lambda name: sum(seconds[name]))
+        gains = [change(ratio([seconds[auto_cap.AUTO]], [seconds[name]])) for name in (auto_cap.DEFAULT, best)]
+        lost = tried["took_s"] / tried["default_s"] - tried["steps"]
+        rows.append([rate, gains[0], best, gains[1], str(tried["steps"]), f"{lost:.0f}"])
+    head = ["link", "over the default, %", "best cap of the sweep, MB", "over it, %", "steps of the search", "its cost"]
+    return rows_of(head, rows)
 
 
 _PEAKS = {
@@ -331,6 +344,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "reads": _reads,
     "peaks": _peaks,
     "many-runs": _many_runs,
+    "auto-caps": _auto_caps,
     "whatif": lambda: whatif.errors(newest("whatif")) + "\n",
     "extremes": _extremes,
     "soak": _soak,
