@@ -62,6 +62,15 @@ def change(config: TelemetryConfig, path: str, values: Mapping[str, Any]) -> Non
     _request(config, path, None, None, json.dumps(values).encode())
 
 
+def send(config: TelemetryConfig, path: str, values: Mapping[str, Any]) -> Any:
+    """Send a JSON document that the collector stores; return its reply's document. Errors as for `read`."""
+    url, body = _request(config, path, None, None, json.dumps(values).encode(), method="POST")
+    try:
+        return json.loads(body)
+    except ValueError:
+        raise CollectorError(f"{url}: not a collector's reply: {_excerpt(body)}", url) from None
+
+
 def page_address(collector: str, run: str) -> str:
     """Address of a run's page, without a password that the collector's address may contain."""
     parts = urlsplit(collector.rstrip("/"))
@@ -73,9 +82,11 @@ def _request(
     path: str,
     query: Mapping[str, str] | None,
     timeout_s: float | None,
-    changes: bytes | None = None,
+    content: bytes | None = None,
+    *,
+    method: str = "PATCH",
 ) -> tuple[str, bytes]:
-    """Request a document, or send changes to it; return its address and the response's bytes.
+    """Request a document, or send content to it by a method; return its address and the response's bytes.
 
     Certificates are those of the system and of SSL_CERT_FILE, as for batches. Proxies in the environment are ignored.
     """
@@ -84,9 +95,9 @@ def _request(
     limits = dict.fromkeys(("connect", "read", "write", "pool"), limit_s)
     try:
         target = f"{url}?{urlencode(query)}" if query else url
-        method = "GET" if changes is None else "PATCH"
+        method = "GET" if content is None else method
         headers = request_headers(config)
-        response = httpcore.request(method, target, headers=headers, content=changes, extensions={"timeout": limits})
+        response = httpcore.request(method, target, headers=headers, content=content, extensions={"timeout": limits})
     except (*NETWORK_ERRORS, OSError, ValueError) as error:
         advice = "is this the collector? --collector or DDPOBS_TELEMETRY names it"
         raise CollectorError(f"{url}: {error}: {advice}", url) from error

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import httpx
 import pytest
 
 from benchmarks import links
 from benchmarks.rig import patience
+from benchmarks.rig.collector import collector
 from ddpobs.launch.host_check.order import SLOW_HOST
 from tests.support.control_groups import quota_group
-from tests.support.integration.run_command import command
+from tests.support.integration.run_command import NO_COLLECTOR, command
 
 SCRIPT = """
 import os
@@ -32,9 +35,11 @@ dist.destroy_process_group()
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--max-restarts", "2")
 
 
-def check(*arguments: object, options: Sequence[str] = (), **environ: str) -> subprocess.CompletedProcess[str]:
+def check(
+    *arguments: object, options: Sequence[str] = (), url: str = NO_COLLECTOR, **environ: str
+) -> subprocess.CompletedProcess[str]:
     """Start Python under `ddpobs check-hosts`."""
-    started = command(*arguments, by=("check-hosts", *options))
+    started = command(*arguments, url=url, by=("check-hosts", *options))
     return patience.run(started["args"], environ=started["env"] | environ)
 
 
@@ -49,11 +54,32 @@ def test_hosts_that_are_alike_run_the_script_in_the_same_ranks(tmp_path: Path) -
     lines = [line for line in done.stderr.splitlines() if line.startswith("ddpobs: ")]
     assert lines[0].startswith("ddpobs: checked 2 ranks on 1 host in ")
     assert "with 5 repetitions" in lines[0]
+    assert lines.pop().startswith(
+        "ddpobs: not known: the history of the hosts: http://127.0.0.1:9/api/v1/host-checks: "
+    )
     assert lines[1:] == [
         "ddpobs: hosts are alike: none is slower by 1000× in 80 % of the repetitions",
         "ddpobs: not known: which of the 2 ranks delays the exchange: each has the other as its only partner",
     ]
     assert done.stderr.count("matrix products") == 1
+
+
+def test_a_later_check_compares_a_host_with_its_earlier_checks(tmp_path: Path) -> None:
+    rank = ("--nproc-per-node", "2", "--no-python", sys.executable, "-c", "pass")
+    options = ("--seconds", "1", "--limit", "1000", "--disk", str(tmp_path))
+    with collector(tmp_path) as running:
+        first = check(*TORCHRUN, *rank, options=options, url=running.url)
+        assert "ddpobs: not known: earlier checks: no host has 3 with as many ranks" in first.stderr, first.stderr
+        fast = {"host": socket.gethostname(), "ranks": 2, "rates": {"matrix products": 1e30}}
+        for _ in range(3):  # Most of the earlier checks were much faster.
+            httpx.post(f"{running.url}/api/v1/host-checks", json={"device": "CPUs", "hosts": [fast]}).raise_for_status()
+        done = check(*TORCHRUN, *rank, options=options, url=running.url)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("ddpobs: ")]
+    assert lines[-1] == "ddpobs: compared with earlier checks: 1 of 1 host"
+    (slower,) = [line for line in lines if " earlier checks (" in line]
+    assert slower.startswith(f"ddpobs: {socket.gethostname()}: matrix products slower by ")
+    assert "× than in 4 earlier checks (" in slower
 
 
 NOTE = "import os; from ddpobs.launch.host_check.order import note; note(os.environ, is_slow=True)"

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from ddpobs.launch.host_check.comparison import Floats
+from ddpobs.launch.host_check.history import history
 from ddpobs.launch.host_check.measures import Measures
 from ddpobs.launch.host_check.order import MEASURES, SLOW_HOST, Order
 from ddpobs.launch.host_check.partners import groups_of, rounds
@@ -75,7 +76,7 @@ def _check(order: Order, rank: int, ranks: int) -> int:
         seconds=time.monotonic() - began_s,
     )
     if rank == 0:
-        for line in result.lines():
+        for line in result.lines(history(result, os.environ).lines(result)):
             print(line, file=sys.stderr, flush=True)  # noqa: T201
     dist.barrier()
     return SLOW_HOST if result.slow_hosts() else 0

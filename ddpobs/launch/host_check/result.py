@@ -49,8 +49,8 @@ class Result:
         judged = [comparison for measure, comparison in enumerate(self.comparisons) if measure != ALL_REDUCE]
         return list(dict.fromkeys(self.hosts[rank] for comparison in judged for rank in comparison.slow))
 
-    def lines(self) -> list[str]:
-        """The table, each slow host with its measures, and what is not known."""
+    def lines(self, history: Sequence[str] = ()) -> list[str]:
+        """The table, each slow host with its measures, what is not known, and lines of the hosts' history."""
         ranks, hosts = counted(len(self.hosts), "rank"), counted(len(set(self.hosts)), "host")
         repetitions = counted(self.rates.shape[2], "repetition")
         checked = f"checked {ranks} on {hosts} in {self.seconds:.0f} s, on {self.device}, with {repetitions}"
@@ -58,12 +58,13 @@ class Result:
         slow = [self._sentence(host, measure) for host in self.slow_hosts() for measure in self._measures_of(host)]
         lines += [f"ddpobs: {line}" for line in (slow or [self._alike()])]
         lines += [f"ddpobs: not known: {reason}" for reason in self._missing()]
+        lines += [f"ddpobs: {line}" for line in history]
         if slow:
             lines.append(f"ddpobs: the script was not started: exit status {SLOW_HOST}")
         return [printable(line) for line in lines]
 
     def _row(self, measure: int) -> tuple[str, ...]:
-        comparison, rate = self.comparisons[measure], partial(_rate, measure)
+        comparison, rate = self.comparisons[measure], partial(rate_text, measure)
         if comparison.slowest is None:
             return MEASURES[measure], "not known", "", "", "", ""
         middle, slowest = rate(float(np.nanmedian(comparison.rates))), comparison.slowest
@@ -89,7 +90,7 @@ class Result:
         comparison = self.comparisons[measure]
         ranks = [rank for rank in comparison.slow if self.hosts[rank] == host]
         slowest = ranks[0]
-        own, others = _rate(measure, comparison.rates[slowest]), _rate(measure, comparison.others[slowest])
+        own, others = rate_text(measure, comparison.rates[slowest]), rate_text(measure, comparison.others[slowest])
         than = "the other hosts" if len(set(self.hosts)) > 1 else "the other ranks"
         times = f"{comparison.slower[slowest]} of {counted(self.rates.shape[2], 'repetition')}"
         return (
@@ -108,7 +109,8 @@ class Result:
         return missing
 
 
-def _rate(measure: int, value: float) -> str:
+def rate_text(measure: int, value: float) -> str:
+    """A rate of a measure with its unit."""
     if measure != MATRIX:
         return f"{size_text(value)}/s"
     unit, size = ("TFLOP/s", 1e12) if value >= 1e12 else ("GFLOP/s", 1e9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 import msgspec
@@ -11,6 +10,7 @@ from fastapi.concurrency import run_in_threadpool
 from typing_extensions import TypedDict
 
 from ddpobs.wire.text import MAX_TAGS, NOTE_CHARACTERS, TAG_CHARACTERS, clean_tags
+from ddpobs_server.api.bodies import small_body
 from ddpobs_server.api.deps import Labeller, RunDep, StoreDep
 from ddpobs_server.api.fields import RunName, doc
 from ddpobs_server.reports.digests import labels_of, trained_labels
@@ -20,8 +20,8 @@ from ddpobs_server.web.services import ServicesDep
 
 router = APIRouter(prefix="/api/v1", tags=["runs"])
 
-_MAX_BYTES, _MAX_S = 65_536, 10.0
-"""Maximum bytes of a body, and longest time until it has arrived."""
+_MAX_BYTES = 65_536
+"""Maximum bytes of a body."""
 _BODY: dict[str, Any] = {
     "required": True,
     "content": {
@@ -72,7 +72,7 @@ async def set_labels(
 ) -> LabelsResponse:
     """Replace a run's tags, its note, or both; a field that is left out stays. They may also be set by the training."""
     await services.rates.wait_to_send(caller.workspace)
-    body = await _body(request)
+    body = await small_body(request, _MAX_BYTES)
     services.rates.count_bytes(caller.workspace, len(body))
     change = _decoded(body)
     tags = None if change.tags is msgspec.UNSET else change.tags
@@ -105,21 +105,3 @@ def _decoded(body: bytes) -> _Change:
     except ValueError as error:  # msgspec's errors are ValueErrors too.
         raise Problem(422, "Malformed labels", str(error), field="$") from None
     return change
-
-
-async def _body(request: Request) -> bytes:
-    """Return the request's body.
-
-    Raises:
-        Problem: 413 if it is too large, 408 if it arrives too slowly.
-    """
-    body = bytearray()
-    try:
-        async with asyncio.timeout(_MAX_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > _MAX_BYTES:
-                    raise Problem(413, "Body too large", f"a body may have at most {_MAX_BYTES} bytes")
-    except TimeoutError:
-        raise Problem(408, "Upload too slow", f"the body did not arrive within {_MAX_S:g} s") from None
-    return bytes(body)

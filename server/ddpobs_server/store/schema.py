@@ -124,7 +124,18 @@ notifications = Table(
     *_sums("claimed_ns", "sent_ns"),
 )
 """Findings that the webhook was sent, or that a collector has claimed to send: `sent_ns` is then 0."""
-REFERENCE_TABLES = (tokens, workspaces, deleted_attempts, audit_log)
+host_checks = Table(
+    "host_checks",
+    metadata,
+    Column("workspace", String(32), primary_key=True),
+    Column("host", String(256), primary_key=True),
+    Column("device", String(16), primary_key=True),
+    Column("ranks", Integer, primary_key=True, autoincrement=False),
+    _count("made_ns"),
+    _text("rates"),
+)
+"""Rates of a host in its latest checks with that device and that many ranks, as a JSON list of objects by measure."""
+REFERENCE_TABLES = (tokens, workspaces, deleted_attempts, audit_log, host_checks)
 """Small tables that outlive runs. In a distributed schema every node has a full copy."""
 sources = _source_table(
     "sources",

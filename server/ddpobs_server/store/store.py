@@ -39,7 +39,7 @@ from ddpobs_server.store.sums import bucket_sums, stored_bins
 from ddpobs_server.store.sums.phase_totals import PhaseTotals
 from ddpobs_server.store.sums.unused_names import UnusedNames
 from ddpobs_server.store.upkeep import compaction, health_queries, removal
-from ddpobs_server.store.writing import deleted_attempts, fingerprints, host_totals, ingest
+from ddpobs_server.store.writing import deleted_attempts, fingerprints, host_checks, host_totals, ingest
 from ddpobs_server.store.writing.ingest import Arrival, Outcome, UnstorableBatchError
 
 _P = ParamSpec("_P")
@@ -318,6 +318,7 @@ class Store:
     step_bin_states = _reads(stored_bins.step_bin_states)
     runs_without_totals = _reads(fleet_queries.without_totals)
     write_host_totals = _writes(host_totals.write)
+    add_host_check = _writes(host_checks.add)
     write_step_bins = _writes(stored_bins.write_step_bins)
     keep_step_bin = _writes(stored_bins.keep_step_bin)
     runs_with_columns = _reads(run_queries.with_columns)

@@ -79,6 +79,17 @@ def test_a_host_that_becomes_slow_after_sixty_runs_is_named_within_twenty_more()
         assert named_at(jobs)[LEMON] > 60
 
 
+def test_a_host_that_was_repaired_after_sixty_slow_runs_is_named_for_a_few_more() -> None:
+    slow, alike = [HostInJob("a", 1, 0.1), HostInJob("b", 1, 0), HostInJob("c", 1, 0)], 0.0
+    repaired = [
+        [HostInJob("a", 1, alike), HostInJob("b", 1, 0.03 * (number % 2)), HostInJob("c", 1, 0.03 * (1 - number % 2))]
+        for number in range(12)
+    ]
+    counts = [len(slow_hosts([slow] * 60 + repaired[:count])) for count in range(13)]
+    assert counts[:3] == [1, 1, 1]
+    assert counts[6:] == [0] * 7
+
+
 def test_no_host_of_a_permuted_fleet_is_named_at_any_time_in_95_of_100() -> None:
     chance, jobs = np.random.default_rng(7), fleet(0)
     assert sum(bool(named_at(permuted(jobs, chance))) for _ in range(200)) <= 10

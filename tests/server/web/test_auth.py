@@ -46,7 +46,7 @@ CALLS = {
             )
         ),
     ],
-    "ingest and read": [("PATCH", "/api/v1/runs/a-run")],
+    "ingest and read": [("PATCH", "/api/v1/runs/a-run"), ("POST", "/api/v1/host-checks")],
     "admin": [("DELETE", "/api/v1/runs/a-run"), ("GET", "/api/v1/audit")],
     "": [
         *(("GET", where) for where in ("/healthz", "/readyz", "/", "/fleet", "/runs/a-run", "/docs", "/openapi.json")),

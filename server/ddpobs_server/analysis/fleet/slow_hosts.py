@@ -7,7 +7,8 @@ with probability r / n. Only hosts of the same job are compared: a job that is s
 The list is read after each job, so that a test for a single look would name a fast host sooner or later. Here a
 capital of 1 bets in each job that the odds of a host are `_ODDS` times as high as by chance. By chance the capital
 stays a nonnegative martingale, and by Ville's inequality it ever reaches c with probability at most 1 / c. A part of
-the capital is kept for later jobs, because a host may become slow at any time. A host gets its share of
+the capital is kept for later jobs, because a host may become slow at any time, and capital far above what names a
+host is given away, because a host may be repaired. A host gets its share of
 `FALSE_ALARMS` when it first appears; the shares of any number of hosts add up to at most 1.
 
 Source: A. Ramdas, P. Grünwald, V. Vovk and G. Shafer, "Game-theoretic statistics and safe anytime-valid inference",
@@ -30,6 +31,8 @@ FALSE_ALARMS = 0.05
 _ODDS = 32.0
 _FIRST_STAKE = 0.75
 """Part of the capital that is bet from the first job on; half of it would find a later change by one job earlier."""
+_MAX_EXCESS = 1000.0
+"""Most capital, as a multiple of what names the host: it goes in 3 to 10 jobs in which a repaired host is not slow."""
 _EQUALS = 5
 """About so many hosts, the first ones, get almost equal shares of `FALSE_ALARMS`."""
 
@@ -92,7 +95,8 @@ class _Record:
         self.expected_jobs += share
         stake = self.kept * (_FIRST_STAKE if self.jobs == 1 else 1 / (self.jobs + 1))
         self.kept -= stake
-        self.staked = (self.staked + stake) * (_ODDS if is_slowest else 1.0) / (1 - share + _ODDS * share)
+        won = (self.staked + stake) * (_ODDS if is_slowest else 1.0) / (1 - share + _ODDS * share)
+        self.staked = min(won, _MAX_EXCESS / self.max_chance)
 
     @property
     def chance(self) -> float:
