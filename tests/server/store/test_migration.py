@@ -45,6 +45,7 @@ EARLIER = (
     "0015",
     "0016",
     "0017",
+    "0018",
 )
 """Earlier revisions of the schema that an existing database may have."""
 
