@@ -1,9 +1,9 @@
 """A script written for Horovod, with only its import changed: an MLP on scikit-learn's digits.
 
-    torchrun --nproc-per-node 2 examples/train_horovod.py
+    ddpobs run -- torchrun --nproc-per-node 2 examples/train_horovod.py
 
 Gradients add up over 4 backward passes, the learning rate grows with the number of ranks, and all ranks begin with rank
-0's parameters. If `DDPOBS_TELEMETRY` is set to a collector's address, the collector shows the steps.
+0's parameters.
 """
 
 from __future__ import annotations

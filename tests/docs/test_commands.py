@@ -52,6 +52,7 @@ NOT_RUN = {
     r"^ddpobs horovodrun ": "tests/integration/test_frameworks.py starts ranks with it",
     r"^torchrun --nnodes 2:4 ": "needs several hosts; tests/horovod/test_elastic.py restarts ranks on one",
     r"^mpiexec ": "tests/mpi/test_mpi.py starts ranks with mpiexec",
+    r"-- torchrun .* examples/": "tests/examples/test_examples.py starts it",
 }
 CODES = {"--fail-over": {0, 4}, "--fail-on": {0, 1}}
 """Exit codes beside 0 that an option may cause: nothing is decided with so few steps."""
@@ -82,7 +83,7 @@ def lines() -> Iterator[str]:
 
 
 COMMANDS = list(dict.fromkeys(lines()))
-IS_TRAINING = re.compile(r"^ddpobs run .*-- torchrun ")
+IS_TRAINING = re.compile(r"^ddpobs run .*-- torchrun (?!.*examples/)")
 TRAININGS = [line for line in COMMANDS if IS_TRAINING.search(line)]
 SERVERS = [line for line in COMMANDS if re.match(r"ddpobs-server( --\S+ \S+)*$", line)]
 
