@@ -2,8 +2,8 @@
 
 A DDP module has one `ModuleObserver` from `ddpobs.telemetry.join`, or None while telemetry is off. `BackwardObserver`
 takes the steps and their buckets, `ReplicaObserver` compares the replicas, and `PlaceObserver` keeps where the process
-is, for the case that it hangs. `recording/module_recorder.py` implements all three. The doors (`ddp`, `attachment`,
-`horovod`) and the reducer import nothing of that package. A door reports the calls that it has: a training without
+is, for the case that it hangs. `recording/module_recorder.py` implements all three. The doors (such as `attachment`
+and `horovod`) and the reducer import nothing of that package. A door reports the calls that it has: a training without
 buckets calls neither `layout` nor `bucket_launched`.
 
 The calls of one training step, in order:
@@ -214,12 +214,16 @@ class PlaceObserver(Protocol):
         """Until a call with None, collectives are the door's own: none is recorded as the user's."""
         ...
 
-    def waiting_began(self) -> bool:
-        """Record the start of a wait for buckets outside of backward (Horovod's). False if it is not recorded."""
+    def waiting_began(self, phase: str = "exposed_comm") -> bool:
+        """Record the start of a call outside of backward in which training waits for buckets. False if not recorded.
+
+        Args:
+            phase: The call's own phase. Beside `exposed_comm`, the waits for its collectives are exposed communication.
+        """
         ...
 
     def waiting_ended(self) -> None:
-        """Record the end of a wait for which `waiting_began` returned True."""
+        """Record the end of a call for which `waiting_began` returned True."""
         ...
 
 

@@ -140,7 +140,7 @@ def _explain(*_: object) -> None:
         size = dist.get_world_size() if initialised else int(os.environ.get("WORLD_SIZE", "1"))
         if rank == 0 and not from_environment(os.environ).quiet:
             alone = "one process only trains here, without DistributedDataParallel: start it with torchrun"
-            unseen = "no DistributedDataParallel or fully_shard module (DeepSpeed and FSDP1 have no telemetry)"
+            unseen = "no DistributedDataParallel, fully_shard module or DeepSpeed engine (FSDP1 has no telemetry)"
             _print(f"no telemetry: {alone if size == 1 else unseen}")
     except Exception as error:
         _print(f"no telemetry: {error}")
@@ -197,6 +197,17 @@ def _attach_root(state: Any, inputs: Any, named: Any) -> None:
     attachment = attach(fully_shard.root_of(state), telemetry=None)
     if attachment is not None:  # This call is under way in a method that was not wrapped yet.
         attachment.forward_began(inputs, named)
+
+
+def _patch_deepspeed(module: Any) -> None:
+    _patch(module.DeepSpeedEngine, _attach_engine)
+
+
+def _attach_engine(engine: Any) -> None:
+    """Attach telemetry to an engine of DeepSpeed's."""
+    from ddpobs.deepspeed.attachment import attach
+
+    attach(engine, telemetry=None)
 
 
 def _watch_failures(module: Any) -> None:
@@ -315,6 +326,7 @@ _PATCHES: dict[str, Callable[[Any], None]] = {
     "torch.nn.parallel.distributed": _patch_ddp,
     "torch.distributed.distributed_c10d": _watch_barriers,
     "torch.distributed.fsdp._fully_shard._fsdp_state": _patch_fully_shard,
+    "deepspeed.runtime.engine": _patch_deepspeed,
     "torch.nn.parallel.data_parallel": _patch_data_parallel,
     "torch.optim.optimizer": _watch_optimizers,
     "torch.distributed.elastic.multiprocessing.errors": _watch_failures,

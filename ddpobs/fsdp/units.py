@@ -10,7 +10,7 @@ import torch
 from ddpobs import wire
 from ddpobs.torch_seam import fully_shard
 
-GATHER, GATHER_AGAIN, SCATTER, REDUCE = wire.UNIT_KINDS
+GATHER, GATHER_AGAIN, SCATTER, REDUCE = wire.UNIT_KINDS[:4]
 """All-gather in forward and in backward, reduce-scatter, and the all-reduce over replicas."""
 ROOT = "(root)"
 """Name of the unit of parameters that belong to no inner unit."""

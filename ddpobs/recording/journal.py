@@ -81,8 +81,8 @@ class Journal:
         self.entries = Entries(StepTracker(on_step), self.place, most, on_caught_up)
         self.waits = Waits(clock, self.entries, self.thread)
         self.resting = Resting(clock, self.thread, self.place, self.entries, self.waits)
-        self._waiting = False
-        """Training waits for gradients in a separate call."""
+        self._waiting = 0
+        """Phase of the separate call in which training waits for gradients; 0 outside of one."""
         self._nested = NestedBackwards()
         self._trainable: set[int] = set()
         """Modules that ran a training forward with gradients."""
@@ -203,7 +203,7 @@ class Journal:
         if not self.thread.paused and (get_ident() == self.thread.ident or self.thread.is_current()):
             if self._optimizers:
                 self._optimizers -= 1
-            self.place.enter(OPTIMIZER if self._optimizers else OTHER)
+            self.place.enter(OPTIMIZER if self._optimizers else self._waiting or OTHER)
             self.entries.append((StepTracker.optimizer_ended, self._now(), ()))
 
     def backward_began(self) -> bool:
@@ -245,18 +245,19 @@ class Journal:
             self._leave_backward()
         self.entries.append((StepTracker.backward_ended, self._now(), ()))
 
-    def waiting_began(self) -> bool:
-        """Training waits for gradients in a separate call, as before an optimizer's step; False if not recorded."""
+    def waiting_began(self, phase: int = EXPOSED_COMM) -> bool:
+        """Training waits for gradients in a separate call of that phase; False if it is not recorded."""
         if self.thread.paused or self.thread.in_backward or not self.thread.is_current():
             return False
-        self.thread.started = self._waiting = True
-        self.place.enter(EXPOSED_COMM)
-        self.entries.record(StepTracker.waiting_began, self._now())
+        self.thread.started, self._waiting = True, phase
+        self.place.enter(phase)
+        self.entries.record(StepTracker.waiting_began, self._now(), phase)
         return True
 
     def waiting_ended(self) -> None:
         """The gradients arrived, or an error ended the wait."""
-        self._waiting = False
+        self.place.optimized |= self._waiting == OPTIMIZER
+        self._waiting = 0
         self._leave_backward()
         self.entries.append((StepTracker.waiting_ended, self._now(), ()))
 

@@ -194,9 +194,9 @@ class ModuleRecorder:
         """Report waits for collectives to the door that launches them, until it is called with None."""
         self._journal.waits.own = wait
 
-    def waiting_began(self) -> bool:
-        """Record that training waits for buckets outside of backward; False if it is not recorded."""
-        return bool(self._journal.waiting_began())
+    def waiting_began(self, phase: str = "exposed_comm") -> bool:
+        """Record that training waits for buckets in a call outside of backward; False if it is not recorded."""
+        return bool(self._journal.waiting_began(wire.PHASES.index(phase)))
 
     def waiting_ended(self) -> None:
         """Record the end of that wait."""

@@ -12,6 +12,8 @@ _UNIT_COLLECTIVES = {
     "all_gather_again": "all-gather in backward",
     "reduce_scatter": "reduce-scatter",
     "all_reduce": "all-reduce over replicas",
+    "all_gather_updated": "all-gather after the optimizer",
+    "all_to_all": "all-to-all",
 }
 
 

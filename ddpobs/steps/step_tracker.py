@@ -240,17 +240,19 @@ class StepTracker(Timeline):
         self.base = OTHER
         self.backward_ended()
 
-    def waiting_began(self) -> None:
-        """Training waits for gradients in a separate call, as before an optimizer's step."""
+    def waiting_began(self, phase: int = EXPOSED_COMM) -> None:
+        """Training waits for gradients in a separate call of that phase, as before an optimizer's step."""
         self.leave_forward()
         self.open()
-        self.push(EXPOSED_COMM)
+        self.push(phase)
 
     def waiting_ended(self) -> None:
         """The gradients arrived, or an error ended the wait."""
+        is_optimizer = self.phase == OPTIMIZER
         self.pop()
         if self.step is not None:
             self.close_segment(self.step, waited=True)
+            self.step.optimizer_ran |= is_optimizer
 
     def gradients_reduced(self, module: int, record: BackwardRecord, begins_training: bool) -> None:
         """The gradients of a DDP module were reduced in the backward under way.

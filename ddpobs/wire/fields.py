@@ -18,10 +18,14 @@ COMM_KINDS = ("buffers", "unused_map", "user", "send", "receive")
 
 Older collectors know the first three, and refuse batches with others.
 """
-UNIT_KINDS = ("all_gather", "all_gather_again", "reduce_scatter", "all_reduce")
-"""Values of `Bucket.kind` for the collectives of a fully sharded unit.
+UNIT_KINDS = (
+    *("all_gather", "all_gather_again", "reduce_scatter", "all_reduce"),
+    *("all_gather_updated", "reduce", "broadcast", "all_to_all"),
+)
+"""Values of `Bucket.kind` for the collectives of a fully sharded unit, and further ones of DeepSpeed's.
 
-Its parameters are gathered in forward and again in backward. Its gradients are scattered, and reduced over replicas.
+A unit's parameters are gathered in forward and again in backward. Its gradients are scattered, and reduced over
+replicas. DeepSpeed gathers parameters that the optimizer has updated.
 """
 OUTSIDE_KINDS = ("evaluation", "checkpoint", "after_checkpoint", "waiting", "resting")
 """Kinds of time outside of steps: `after_checkpoint` is work between a save and the next event of training, `waiting`

@@ -56,7 +56,7 @@ def _path_of(module: str) -> str:
 
 
 _HOROVOD = _path_of("ddpobs.horovod")
-_TELEMETRY = tuple(map(_path_of, ("ddpobs.recording", "ddpobs.never_raises", "ddpobs.fsdp")))
+_TELEMETRY = tuple(map(_path_of, ("ddpobs.recording", "ddpobs.never_raises", "ddpobs.fsdp", "ddpobs.deepspeed")))
 _REDUCER = tuple(map(_path_of, ("ddpobs.reducer", "ddpobs.comm", "ddpobs.torch_seam.collectives")))
 _LOADER = (f"{_TORCH}/utils/data/",)
 _POLLING = (
@@ -89,7 +89,8 @@ _WAITING = (
 """Files whose innermost frame is a wait for the other ranks. Other files of `torch.distributed` also compute."""
 _NOT_NAMES = frozenset({"wrapper", "timed", "marked", "wait", "synchronize"})
 _DDP_MODULE = f"{_TORCH}/nn/parallel/distributed.py"
-_FULLY_SHARD = f"{_TORCH}/distributed/fsdp/_fully_shard/"
+_SHARDING = (f"{_TORCH}/distributed/fsdp/_fully_shard/", "/deepspeed/runtime/")
+"""Parts of the names of files that launch collectives with a row in a layout."""
 _ENGINE = "_engine_run_backward"
 
 
@@ -234,7 +235,7 @@ def classify(
         (any(file.startswith(_COMPILE) and file not in _DYNAMO_ENTRIES for file in files), "compile", ""),
         (any(file.startswith(_CHECKPOINT) for file in files) and not collective, "checkpoint", ""),
         (inner.startswith(_REDUCER), "bucket", ""),
-        (bucket_pending and any(file.startswith(_FULLY_SHARD) for file in files), "bucket", ""),
+        (bucket_pending and any(part in file for file in files for part in _SHARDING), "bucket", ""),
         (collective, "collective", _collective_name(frames) or waits_in or "a collective"),
         (inner.startswith(_DDP_MODULE), "collective", BUFFERS),
         (bucket_pending and (in_engine or asynchronous), "bucket", ""),

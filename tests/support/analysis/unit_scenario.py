@@ -13,7 +13,7 @@ from tests.support.analysis.link_scenario import RATE, Columns
 from tests.support.analysis.scenario import MS, Floats, evidence_of
 from tests.support.columns import make_spans, make_steps
 
-GATHER, GATHER_AGAIN, SCATTER, _ = wire.UNIT_KINDS
+GATHER, GATHER_AGAIN, SCATTER = wire.UNIT_KINDS[:3]
 _LAUNCH_MS = 0.001
 """Time that a launch takes where it does not block."""
 
