@@ -103,6 +103,8 @@ class EngineAttachment:
         """Phase of the engine's call under way; empty outside of them."""
         self._trains = False
         """The latest forward belongs to training."""
+        self._is_after_backward = False
+        """A backward has begun since the first forward of the pass."""
         self._pass: Pass | None = None
         self._earlier: list[Pass] = []
         """Passes since the last step of the optimizer."""
@@ -125,7 +127,8 @@ class EngineAttachment:
         """Record the engine's forward."""
         engine = self._engine()
         self._trains = torch.is_grad_enabled() and engine is not None and engine.training
-        if self._trains and self._pass is not None and self._pass.has_backward:
+        if self._trains and self._is_after_backward:
+            self._is_after_backward = False
             self._keep()
         self._recorder.forward_began(inputs, named)
         with self._during("forward"):
@@ -133,8 +136,7 @@ class EngineAttachment:
 
     def backward_began(self) -> None:
         """Record that the engine's backward begins."""
-        if self._pass is not None:
-            self._pass.has_backward = True
+        self._is_after_backward = True
 
     def reduce(self, call: Callable[[], Any]) -> Any:
         """Record the end of the engine's backward, which reduces the gradients that are left."""

@@ -21,7 +21,6 @@ class Pass:
         done_ns: Per row: it is complete.
         waited_from_ns: Per row: training began to wait for it.
         launches: Launches so far by phase, kind, type and size.
-        has_backward: Its backward has begun.
     """
 
     def __init__(self, rows: int) -> None:
@@ -30,7 +29,6 @@ class Pass:
         self.done_ns: list[Stamp] = [0] * rows
         self.waited_from_ns: list[Stamp] = [0] * rows
         self.launches: Counter[tuple[str, str, str, int]] = Counter()
-        self.has_backward = False
 
 
 class Transfer:
