@@ -17,7 +17,9 @@ from ddpobs.torch_seam.fully_shard import is_fully_sharded
 def attach(
     model: Any, telemetry: bool | str | TelemetryConfig | None = True
 ) -> Attachment | FullyShardedAttachment | EngineAttachment | None:
-    """Give a model of torch's DDP or FSDP2, or a DeepSpeed engine, the telemetry of ours; the result of training stays the same to the bit.
+    """Give a model of torch's DDP or FSDP2, or a DeepSpeed engine, the telemetry of ours.
+
+    The result of training stays the same to the bit.
 
     Args:
         model: A `torch.nn.parallel.DistributedDataParallel`, the root module that `fully_shard` was applied to, or the

@@ -96,6 +96,9 @@ if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ constraints.txt -nt
     if [ "$target" = test ]; then
         # Its logger alone is tested, which needs none of its other requirements.
         .venv/bin/python -m pip install -q -c constraints.txt --no-deps torchtitan
+        # In a folder of its own, because Accelerate and Transformers look whether it is installed.
+        DS_BUILD_OPS=0 .venv/bin/python -m pip install -q -c constraints.txt --no-deps --upgrade --target .venv/deepspeed \
+            deepspeed einops hjson msgpack py-cpuinfo
         # In an environment of its own, because it requires an older typer than the tests.
         .venv/bin/python -m venv .venv/tools
         .venv/tools/bin/python -m pip install -q -c constraints.txt openapi-python-client

@@ -136,7 +136,7 @@ def test_a_training_without_ddp_prints_once_on_rank_0_why_it_has_no_telemetry() 
         ({"RANK": "0", "DDPOBS_QUIET": "1"}, ""),
         (
             {"DDPOBS_QUIET": "0"},
-            "no DistributedDataParallel or fully_shard module (DeepSpeed and FSDP1 have no telemetry)",
+            "no DistributedDataParallel, fully_shard module or DeepSpeed engine (FSDP1 has no telemetry)",
         ),
     ]
     code = f"import os, sys\n{OPTIMIZER}\n"

@@ -159,7 +159,12 @@ class Evidence:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether units of a fully sharded model are reduced, and not DDP's buckets."""
+        """Whether units of a fully sharded model, or DeepSpeed's collectives, take the place of DDP's buckets."""
+        return self.is_fully_shard or self.settings.get("reducer") == "deepspeed"
+
+    @property
+    def is_fully_shard(self) -> bool:
+        """Whether the model is one of FSDP2, whose units the script chooses."""
         return self.settings.get("reducer") == "fully_shard"
 
     @cached_property

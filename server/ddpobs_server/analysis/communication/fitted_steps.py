@@ -22,7 +22,7 @@ COMPILED_BUCKETS = (
     "size is torch._inductor.config._fuse_ddp_bucket_size, in MB"
 )
 _NOT_MODELLED = {
-    "units": "the prediction is of DDP's buckets, and this model is fully sharded",
+    "units": "the prediction is of DDP's buckets, and this model has none",
     "stages": "the ranks of a pipeline wait for each other's messages: see /pipeline",
 }
 

@@ -76,7 +76,7 @@ def _replay(evidence: Evidence) -> Replay | str:
     if evidence.columns is None:
         return "bucket spans are not available"
     if evidence.is_sharded:
-        return "the replay is of DDP's buckets, and this model is fully sharded"
+        return "the replay is of DDP's buckets, and this model has none"
     try:
         transfers = latest_transfers(evidence, evidence.columns)
     except ColumnsTooLargeError as error:

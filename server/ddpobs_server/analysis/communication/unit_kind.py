@@ -48,12 +48,14 @@ def unit_kind(evidence: Evidence, moving_ns: float) -> CommKind:
     """Return the cause: late launches, the disturbance of the collectives, their bytes, or their number.
 
     Args:
-        evidence: A run of a fully sharded model.
+        evidence: A run whose model is sharded.
         moving_ns: Exposed communication of a step, without waiting.
     """
     units = unit_steps(evidence)
     if isinstance(units, str):
         return unknown_kind(units)
+    if not evidence.is_fully_shard:
+        return unknown_kind("it is not modelled for DeepSpeed")
     exposed_ns = units.exposed_ns.sum(axis=1)
     if float(exposed_ns.mean()) < _MOST * moving_ns:
         return CommKind(

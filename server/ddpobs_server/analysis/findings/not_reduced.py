@@ -48,7 +48,7 @@ def not_reduced(evidence: Evidence) -> Judgement:
         names = [name for name in reported[0][2].parameters.split(", ") if name]
         count = max(facts.count for _, _, facts in reported)
         step = min(event.step for _, event, _ in reported)
-        why = "unsharded" if reason == "unfrozen" and evidence.is_sharded else reason
+        why = "unsharded" if reason == "unfrozen" and evidence.is_fully_shard else reason
         ranks = sorted({rank for rank, _, _ in reported})
         findings.append(
             Finding(

@@ -53,7 +53,7 @@ FACTS = (PrefetchMissingFacts,)
 
 def prefetch_missing(evidence: Evidence) -> Judgement:
     """Judge the time that a step would save if each all-gather began when the one before it is done."""
-    if not evidence.is_sharded or len(evidence.joined.ranks) < 2:
+    if not evidence.is_fully_shard or len(evidence.joined.ranks) < 2:
         return []
     units = unit_steps(evidence)
     if isinstance(units, str):

@@ -53,7 +53,7 @@ FACTS = (UnitSizeFacts,)
 
 def unit_size(evidence: Evidence) -> Judgement:
     """Judge the time that a step would save with fewer units, or with a single one divided."""
-    if not evidence.is_sharded or len(evidence.joined.ranks) < 2:
+    if not evidence.is_fully_shard or len(evidence.joined.ranks) < 2:
         return []
     units = unit_steps(evidence)
     if isinstance(units, str):

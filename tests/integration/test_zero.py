@@ -1,0 +1,38 @@
+"""A training with DeepSpeed under `ddpobs run`: the slow rank is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.rig import patience
+from benchmarks.rig.training import ROOT, TORCHRUN
+from tests.support.distributed.engines import find_deepspeed
+from tests.support.integration.run_command import command
+from tests.support.integration.sharded import findings
+from tests.support.integration.slow_ranks import get
+
+FOLDER = find_deepspeed()
+pytestmark = pytest.mark.alone
+SCRIPT = ROOT / "tests" / "integration" / "scripts" / "zero.py"
+OF_BUCKETS = {"bucket-size", "bucket-order", "compression-pays", "accumulation-pays", "prefetch-missing", "unit-size"}
+
+
+def train(url: str, run: str, stage: int, fault: str = "") -> Any:
+    given = command(*TORCHRUN[1:], SCRIPT, stage, fault, url=url, run=run)
+    path = f"{given['env']['PYTHONPATH']}:{FOLDER}"
+    return patience.run(given["args"], environ=given["env"] | {"PYTHONPATH": path})
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(0, marks=pytest.mark.wide), pytest.param(3, marks=pytest.mark.wide)])
+def test_a_slow_backward_on_one_rank_is_named(url: str, stage: int) -> None:
+    run = f"zero-{stage}"
+    done = train(url, run, stage, "slow-backward")
+    assert done.returncode == 0, done.stderr
+    assert get(url, run, "/diagnostics")["steps_seen"] == 60
+    found = findings(url, run)
+    assert (found["straggler"]["ranks"], found["straggler"]["phase"]) == ([1], "backward")
+    assert not OF_BUCKETS & set(found), found
+    kinds = {bucket["kind"] for bucket in get(url, run, "/layout")["layouts"][0]["buckets"]}
+    assert kinds >= ({"reduce_scatter"} if stage == 3 else {"all_reduce"})
