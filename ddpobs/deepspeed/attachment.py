@@ -44,9 +44,7 @@ def is_engine(model: object) -> bool:
     return module is not None and isinstance(model, module.DeepSpeedEngine)
 
 
-def attach(
-    engine: Any, telemetry: bool | str | settings.TelemetryConfig | None = True
-) -> EngineAttachment | None:
+def attach(engine: Any, telemetry: bool | str | settings.TelemetryConfig | None = True) -> EngineAttachment | None:
     """Record the training of a DeepSpeed engine.
 
     Args:
@@ -222,12 +220,10 @@ class EngineAttachment:
 
     def _reduced(self) -> list[Any]:
         """The parameters in ZeRO's bucket of gradients, which is reduced next; none where it has no such bucket."""
-        optimizer = getattr(self._engine(), "optimizer", None)
-        found: list[Any] = []
-        for bucket in getattr(optimizer, "ipg_buckets", {}).values():
-            for entry in bucket.params:  # Stages 1 and 2 have a group, an index in it, and a number.
-                found.append(optimizer.bit16_groups[entry[0]][entry[1]] if isinstance(entry, tuple) else entry)
-        return found
+        optimizer: Any = getattr(self._engine(), "optimizer", None)
+        entries = [entry for bucket in getattr(optimizer, "ipg_buckets", {}).values() for entry in bucket.params]
+        # Stages 1 and 2 have a group, an index in it, and a number.
+        return [optimizer.bit16_groups[each[0]][each[1]] if isinstance(each, tuple) else each for each in entries]
 
     def _keep(self) -> None:
         """Keep the pass for the record of the step."""

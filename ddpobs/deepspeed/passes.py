@@ -1,4 +1,4 @@
-"""Stamps of an engine's collectives in one pass: a forward and its backward, and the optimizer's step after the last."""
+"""Stamps of an engine's collectives in one pass: a forward, its backward, and the step after the last."""
 
 from __future__ import annotations
 
@@ -96,4 +96,3 @@ class Unrecorded:
 
     def wait_ended(self) -> None:
         """Do nothing."""
-

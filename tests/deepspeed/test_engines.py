@@ -71,7 +71,9 @@ def test_an_engine_has_steps_phases_and_the_collectives_of_its_stage(stage: int)
         gradients, *in_optimizer = layout.buckets
         assert (gradients.kind, gradients.size_bytes, gradients.dtype) == ("all_reduce", PARAMETERS, "float32")
         assert gradients.unit == ("gradients.1" if stage == 0 else "0 and 2 more")
-        assert [bucket.kind for bucket in in_optimizer] == ["all_reduce", "all_gather_updated"][: 1 if stage == 0 else 2]
+        assert [bucket.kind for bucket in in_optimizer] == ["all_reduce", "all_gather_updated"][
+            : 1 if stage == 0 else 2
+        ]
         assert stage == 0 or PARAMETERS <= in_optimizer[1].size_bytes < PARAMETERS + 64  # It is padded.
         assert Counter(rank["spans"]["bucket"]) == dict.fromkeys(range(len(layout.buckets)), STEPS)
 
@@ -83,7 +85,9 @@ def test_stage_3_gathers_units_that_are_named_by_their_modules(direct: bool) -> 
         first = rank["layouts"][0].buckets
         for kind in ("all_gather", "all_gather_again"):
             assert {bucket.unit for bucket in first if bucket.kind == kind} == set(LINEARS)
-        scattered = [parameter.name for bucket in first if bucket.kind == "reduce_scatter" for parameter in bucket.parameters]
+        scattered = [
+            parameter.name for bucket in first if bucket.kind == "reduce_scatter" for parameter in bucket.parameters
+        ]
         assert sorted(scattered) == [f"{name}.{part}" for name in LINEARS for part in ("bias", "weight")]
         for bucket in rank["layouts"][-1].buckets:
             if bucket.parameters:
@@ -118,7 +122,9 @@ def evaluated(rank: int, _size: int) -> dict[str, Any]:
         attachment.detach()
         rest = train_engine(built, rank, 1)
     patched = [
-        name for name in ("forward", "_backward_epilogue", "_take_model_step") if hasattr(getattr(type(built), name), "__wrapped__")
+        name
+        for name in ("forward", "_backward_epilogue", "_take_model_step")
+        if hasattr(getattr(type(built), name), "__wrapped__")
     ]
     return {"steps": sent.steps("step"), "rest": rest, "patched": patched}
 

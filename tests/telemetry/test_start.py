@@ -24,6 +24,7 @@ import ddpobs.horovod as hvd
 from ddpobs import telemetry
 from ddpobs.titan.spans import SpanHandler
 from tests.support.distributed.compare import batch, net
+from tests.support.distributed.engines import engine, find_deepspeed
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
 from tests.support.distributed.sharded import sharded
@@ -117,7 +118,20 @@ def titan(config: ddpobs.TelemetryConfig) -> Any:
     return model
 
 
-BUILD = {"ddp": own, "attachment": attached, "fsdp": fully_sharded, "horovod": horovod, "titan": titan}
+def deepspeed(config: ddpobs.TelemetryConfig) -> Any:
+    model = engine(1)
+    ddpobs.attach(model, config)
+    return model
+
+
+BUILD = {
+    "ddp": own,
+    "attachment": attached,
+    "fsdp": fully_sharded,
+    "deepspeed": deepspeed,
+    "horovod": horovod,
+    "titan": titan,
+}
 """Builds a model that trains through a door, by the door's folder."""
 
 
@@ -181,6 +195,8 @@ def test_every_door_is_tried() -> None:
     "door", [pytest.param(door, marks=[pytest.mark.wide] if door != "ddp" else []) for door in DOORS]
 )
 def test_whichever_system_call_of_the_start_fails_the_training_goes_on(door: str) -> None:
+    if door == "deepspeed":
+        find_deepspeed()
     found: dict[str, str]
     (found,) = run_ranks(fail_in_turn, 1, door)
     assert {name.split()[1] for name in found} >= {"posix.open", "posix.pipe", "_thread.start_new_thread"}
