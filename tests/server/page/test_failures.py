@@ -150,3 +150,22 @@ def test_a_training_after_an_orderly_end_is_no_restart(browser: Any, url: str) -
 def test_an_unknown_attempt_is_shown_as_such(browser: Any, url: str) -> None:
     visit = Visit(browser, f"{url}/runs/again?attempt={'c' * 16}")
     visit.page.get_by_text(f"run again has no attempt {'c' * 16}").wait_for()
+
+
+def test_a_run_without_a_step_shows_no_empty_figures_and_no_empty_settings(browser: Any, url: str) -> None:
+    put(
+        url,
+        batch(
+            "command", 1, 0, world_size=1, hello=wire.Hello(host="node", pid=1, device="", backend="gloo", versions={})
+        ),
+    )
+    visit = Visit(browser, f"{url}/runs/command")
+    settle(visit)
+    for selector in ("#selection", "#selected", "#whatif", ".finding .quiet"):
+        expect(visit.page.locator(selector)).to_be_hidden()
+    expect(visit.page.locator("#settings dt")).to_have_text(["backend"])
+    assert visit.errors == []
+    put(url, batch("command", 2, 0, world_size=1, steps=steps(0, 3)))
+    visit = Visit(browser, f"{url}/runs/command")
+    settle(visit)
+    expect(visit.page.locator("#figure-phases")).to_be_visible()

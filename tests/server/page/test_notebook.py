@@ -56,7 +56,7 @@ def test_each_figure_is_one_page_and_can_be_saved(url: str, tmp_path: Path) -> N
         "unsafe" not in httpx.get(f"{url}/api/v1/runs/picture/figures/phases.html").headers["Content-Security-Policy"]
     )
     empty = run.figure("account")
-    assert empty._repr_html_() == "<p><b>Where the time went</b>: No time is accounted for yet.</p>"
+    assert empty._repr_html_() == "<p><b>Where the time went</b>: No rank has accounted for its time.</p>"
     with pytest.raises(CollectorError, match="422"):
         run.figure("pie")
 

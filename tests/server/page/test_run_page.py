@@ -263,7 +263,7 @@ def test_a_rank_without_steps_is_named_where_it_is_missing(browser: Any, url: st
 def test_one_rank_is_compared_with_none(browser: Any, url: str) -> None:
     put(url, msgspec.structs.replace(batch("alone", 0, slow=False, host="node"), world_size=1))
     visit = drawn(browser, f"{url}/runs/alone")
-    assert summary(visit, "ranks") == "No step yet in which the ranks can be compared."
+    assert summary(visit, "ranks") == "The ranks can be compared in no step."
     assert visit.errors == []
 
 

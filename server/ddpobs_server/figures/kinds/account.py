@@ -43,7 +43,7 @@ def account(response: Mapping[str, Any], theme: Theme) -> Picture:
     ordered = [part for group in GROUPS for part in response["parts"] if part["group"] == group]
     parts = [part for part in ordered if part["share"] >= _MIN_SHARE]
     if not parts:
-        return Picture(NAME, TITLE, "No time is accounted for yet.")
+        return Picture(NAME, TITLE, "No rank has accounted for its time.")
     by_size = sorted(parts, key=lambda part: -part["rank_ns"])
     rows = [(part["title"], percent(part["share"], 1), duration(part["rank_ns"])) for part in by_size]
     return Picture(NAME, TITLE, _summary(response), _draw(parts, theme), ("part", "share", "time of all ranks"), rows)

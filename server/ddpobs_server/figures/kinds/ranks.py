@@ -65,7 +65,7 @@ def ranks(
         theme: Colours.
     """
     if delays is None:
-        return Picture(NAME, TITLE, "No step yet in which the ranks can be compared.")
+        return Picture(NAME, TITLE, "The ranks can be compared in no step.")
     rows = shown.rows(delays)[:MAX_RANKS]
     if not len(rows):
         return Picture(NAME, TITLE, f"No rank or host matches {shown.text!r}.")

@@ -125,7 +125,8 @@ export function showSettings({ hello }) {
   byId("settings").hidden = !hello;
   if (!hello) return;
   const facts = { backend: hello.backend, device: hello.device, ...hello.versions, ...hello.settings };
-  const rows = Object.entries(facts).map(([name, value]) => [name.replaceAll("_", " "), short(value)]);
+  const known = Object.entries(facts).filter(([, value]) => value !== "");
+  const rows = known.map(([name, value]) => [name.replaceAll("_", " "), short(value)]);
   renew(byId("settings").querySelector("dl"), ...factRows(rows));
 }
 

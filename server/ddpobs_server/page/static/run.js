@@ -10,7 +10,7 @@ import { showFindings } from "./finding_cards.js";
 import { refresh, runOnce } from "./refresh.js";
 import { buildFigures, drawFigures, markSelection } from "./run_figures.js";
 import { fillForm, followButtons, followForm, offerBuckets, showLabels, showWrong } from "./run_form.js";
-import { address, isOrdinal, selectedAttempt, state } from "./run_state.js";
+import { address, hasSteps, isOrdinal, selectedAttempt, state } from "./run_state.js";
 import { followWhatif, showWhatif, whatifLegend } from "./whatif.js";
 import { changed, findingKeys, ofFinding, read, write } from "./selection.js";
 
@@ -70,6 +70,7 @@ async function show() {
   for (const begun of [diagnosis, state.building]) begun?.catch(() => null);
   ({ ranks: state.ranks } = await get(address("ranks")));
   showFacts(details, shownAttempt, attempts, state.ranks);
+  byId("view").classList.toggle("no-steps", !hasSteps());
   showRestart(attempts, shownAttempt);
   showLabels();
   state.diagnosis = await diagnosis;
@@ -80,7 +81,7 @@ async function show() {
   showAttempts(attempts, shownAttempt, details.attempt);
   showSettings(details);
   if (now !== state.seen) await draw(!isFirst);
-  if (now !== state.seen) await showWhatif();
+  if (now !== state.seen && hasSteps()) await showWhatif();
   state.seen = now;
   fillForm(choose);
   return shownAttempt?.attempt === details.attempt ? REFRESH_S[details.state] : false;

@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { byId } from "./elements.js";
 import { FigureView } from "./figure_view.js";
-import { address, state } from "./run_state.js";
+import { address, hasSteps, state } from "./run_state.js";
 import { isEmpty, markedRanks, stepRange } from "./selection.js";
 
 // The figures whose horizontal axis is the steps.
@@ -38,7 +38,7 @@ export async function drawFigures(afterEach, isRefresh) {
   view.ariaBusy = "true";
   try {
     for (const figure of Object.values(views)) {
-      if (isRefresh && isSelected && figure.kind.selection.length) continue;
+      if (figure.kind.selection.length && ((isRefresh && isSelected) || !hasSteps())) continue;
       await figure.show(query(figure.kind), isRefresh);
       if (own !== drawing.number) return; // A later selection draws the rest.
       afterEach();

@@ -28,6 +28,11 @@ export function address(name, query = "") {
   return `${state.base}/${name}${all.size ? `?${all}` : ""}`;
 }
 
+// Whether the shown attempt has a step: without one there is nothing to select or to draw.
+export function hasSteps() {
+  return (state.shownAttempt ?? state.details).steps > 0;
+}
+
 // Whether the address names an attempt by its number, and not by its id.
 export function isOrdinal(attempt) {
   return /^\d{1,9}$/.test(attempt);
