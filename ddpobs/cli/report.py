@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -36,6 +37,8 @@ from ddpobs.shared.words import LABEL_COLUMNS, finding_heading, finding_lines, l
 from ddpobs.wire import printable
 
 _MIN_SHARE, _MAX_PARTS = 0.01, 8
+_UNIT = re.compile(r"(?<=\d) (?=%|[mµn]?s\b|min\b|h\b|[kMG]?B\b)")
+"""The space between a figure and its unit."""
 _MIN_COLUMNS, _MAX_OUTPUT_LINES = 40, 10
 _MAX_NAMES = 8
 """Stages or ranks in a line."""
@@ -128,6 +131,9 @@ def _print(diagnosis: dict[str, Any], account: dict[str, Any], pipeline: dict[st
                 typer.echo(f"  {labelled('' if row else label, line)}")
         for row, line in enumerate((finding["evidence"].get("output") or "").splitlines()[-_MAX_OUTPUT_LINES:]):
             typer.echo(f"  {labelled('' if row else 'output', printable(line))}")
+        for attempt in finding["evidence"].get("attempts", [])[:-1]:  # The last one is the finding.
+            for row, line in enumerate(_wrapped(printable(attempt))):
+                typer.echo(f"  {labelled('' if row else 'earlier', line)}")
     typer.echo()
     for line in [*_account_lines(account), *_pipeline_lines(pipeline)]:
         typer.echo(line)
@@ -149,7 +155,9 @@ def _not_judged(missing: Sequence[str]) -> list[str]:
 def _wrapped(text: str) -> list[str]:
     """Lines that fit the terminal; one line for a file or a pipe."""
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    return textwrap.wrap(text, max(_MIN_COLUMNS, columns - LABEL_COLUMNS - 2)) or [""]
+    joined = _UNIT.sub("\u00a0", text)  # A figure stays with its unit.
+    lines = textwrap.wrap(joined, max(_MIN_COLUMNS, columns - LABEL_COLUMNS - 2), break_on_hyphens=False)
+    return [line.replace("\u00a0", " ") for line in lines] or [""]
 
 
 def _account_lines(account: dict[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any
 import typer
 
 from ddpobs.cli.app import LOOK, CollectorOption, RunArgument, ask, chosen_run, main, settings
+from ddpobs.shared.quantities import counted
 from ddpobs.shared.words import bucket_title
 from ddpobs.wire import printable
 
@@ -44,6 +45,8 @@ def _stack_lines(rank: dict[str, Any], titles: dict[tuple[int, int], str]) -> li
         return [f"{title}: no pulse yet"]
     if stuck := _stuck_at_end(rank):
         pulse = stuck
+    elif rank.get("ended") == "finished":
+        return [f"{title}: finished after {counted(rank['steps'], 'step')}"]
     activity = " ".join(filter(None, [pulse.get("activity") or pulse["phase"], pulse.get("waits_in")]))
     if pulse.get("activity") == "bucket" and pulse["bucket"] not in (None, -1):  # Older collectors send -1.
         bucket = pulse.get("module") or 0, pulse["bucket"]

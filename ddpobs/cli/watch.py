@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from ddpobs.cli.app import BAD_STATE, FAILED, LOOK, CollectorOption, RunArgument
 from ddpobs.client.reader import read
 from ddpobs.config import TelemetryConfig
 from ddpobs.errors import CollectorError
-from ddpobs.shared.words import LABEL_COLUMNS, finding_heading, finding_lines, labelled
+from ddpobs.shared.words import LABEL_COLUMNS, finding_heading, finding_lines, labelled, shown_findings
 from ddpobs.wire import OWN_PHASES, printable
 from ddpobs.wire.states import OVER
 
@@ -51,7 +51,7 @@ def watch(
         return look.refreshed(
             ask(config, path).document,
             ask(config, f"{path}/ranks").document["ranks"],
-            ask(config, f"{path}/diagnostics").document["findings"],
+            ask(config, f"{path}/diagnostics").document,
         )
 
     try:
@@ -86,18 +86,20 @@ class _Look:
         self.steps, self.state = 0, ""
         self.run: dict[str, Any] = {}
         self.ranks: list[dict[str, Any]] = []
-        self.findings: list[dict[str, Any]] = []
+        self.findings: list[Mapping[str, Any]] = []
+        self.summary = ""
 
-    def refreshed(self, run: dict[str, Any], ranks: list[dict[str, Any]], findings: list[dict[str, Any]]) -> _Look:
+    def refreshed(self, run: dict[str, Any], ranks: list[dict[str, Any]], diagnosis: dict[str, Any]) -> _Look:
         """Take in the collector's responses."""
         self.steps, self.state = run["steps"], run["state"]
-        self.run, self.ranks, self.findings = run, ranks, findings
+        self.run, self.ranks = run, ranks
+        self.findings, self.summary = shown_findings(diagnosis), diagnosis["summary"]
         return self
 
     @property
     def line(self) -> str:
         """State, steps and worst finding."""
-        worst = self.findings[0]["verdict"] if self.findings else "no finding"
+        worst = self.findings[0]["verdict"] if self.findings else self.summary
         return printable(f"{self.run['run']}: {self.state}, step {self.steps}{self._step_time}: {worst}")
 
     @property
@@ -130,7 +132,7 @@ class _Look:
         lines = [f"[{_STYLES[each['severity']]}]{escape(printable(finding_heading(each)))}[/]" for each in findings]
         worst = finding_lines(findings[0]) if findings else []
         lines[1:1] = [escape(line) for label, text in worst for line in _indented(label, printable(text), columns)]
-        return Group(table, *map(Text.from_markup, lines or ["no finding"]))
+        return Group(table, *map(Text.from_markup, lines or [escape(printable(self.summary))]))
 
 
 def _indented(label: str, text: str, columns: int) -> list[str]:

@@ -16,6 +16,8 @@ from ddpobs.export.http_sender import NETWORK_ERRORS, request_headers
 from ddpobs.wire import printable
 
 _EXCERPT_CHARACTERS = 300
+_UNKNOWN_RUN = "Unknown run"
+"""Title of the collector's problem document about a run that it does not have."""
 
 
 class Reply(NamedTuple):
@@ -102,19 +104,22 @@ def _request(
         advice = "is this the collector? --collector or DDPOBS_TELEMETRY names it"
         raise CollectorError(f"{url}: {error}: {advice}", url) from error
     if not 200 <= response.status < 300:
-        problem = f"{url}: HTTP {response.status}: {_problem(response.status, response.content)}"
-        raise CollectorError(problem, url, response.status)
+        text, title = _problem(response.status, response.content)
+        place = config.collector if title == _UNKNOWN_RUN else f"{url}: HTTP {response.status}"
+        raise CollectorError(f"{place}: {text}", url, response.status)
     return url, response.content
 
 
-def _problem(status: int, body: bytes) -> str:
-    """Describe a refusal: by the collector's problem document, or by the start of a proxy's own page."""
+def _problem(status: int, body: bytes) -> tuple[str, str]:
+    """Describe a refusal: by the collector's problem document and its title, or by the start of a proxy's own page."""
+    title = ""
     try:
         problem = json.loads(body)
-        text = printable(f"{problem['title']}: {problem['detail']}")
+        title, detail = str(problem["title"]), printable(str(problem["detail"]))
+        text = f"{detail}; `ddpobs list` lists the runs" if title == _UNKNOWN_RUN else f"{printable(title)}: {detail}"
     except (ValueError, KeyError, TypeError):
         text = _excerpt(body)
-    return text + (": set DDPOBS_TOKEN" if status == HTTPStatus.UNAUTHORIZED else "")
+    return text + (": set DDPOBS_TOKEN" if status == HTTPStatus.UNAUTHORIZED else ""), title
 
 
 def _excerpt(body: bytes) -> str:

@@ -25,6 +25,7 @@ _MIN_COLUMNS, _MAX_COLUMNS = 60, 110
 _BAR_CELLS = 40
 _MAX_NAMED_PARTS = 4
 """Parts in the legend, besides the rest; fewer where they do not fit."""
+_MAX_LEGEND_ROWS = 2
 _MIN_SHARE = 0.005
 """A smaller share would be written as 0 %."""
 _SIGNS = "█▓▒░▞"
@@ -105,10 +106,21 @@ def _bar(parts: Sequence[Mapping[str, Any]], inner: int) -> list[str]:
     for most in range(min(_MAX_NAMED_PARTS, count), 0, -1):
         rest = sum(share for _, share in ordered[most:])
         named = [*ordered[:most], *([("rest", rest)] if rest >= _MIN_SHARE else [])]
-        entries = zip(_SIGNS, named, strict=False)
-        legend = "  ".join(f"{sign} {title} {percent(share)}" for sign, (title, share) in entries)
-        if len(legend) <= inner - LABEL_COLUMNS:
+        signed = zip(_SIGNS, named, strict=False)
+        legend = _packed([f"{sign} {title} {percent(share)}" for sign, (title, share) in signed], inner - LABEL_COLUMNS)
+        if 0 < len(legend) <= _MAX_LEGEND_ROWS:
             ends = [round(end * _BAR_CELLS) for end in accumulate(share for _, share in named)]
             cells = "".join(sign * (end - begin) for sign, begin, end in zip(_SIGNS, [0, *ends], ends, strict=False))
-            return [labelled("time", cells), labelled("", legend)]
+            return [labelled("time", cells), *(labelled("", row) for row in legend)]
     return []
+
+
+def _packed(entries: Sequence[str], columns: int) -> list[str]:
+    """The entries in rows of at most so many columns."""
+    rows: list[str] = []
+    for entry in entries:
+        if rows and len(rows[-1]) + len(entry) + 2 <= columns:
+            rows[-1] += f"  {entry}"
+        else:
+            rows.append(entry)
+    return rows if all(len(row) <= columns for row in rows) else []

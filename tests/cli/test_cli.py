@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import ddpobs as package
 from ddpobs.cli import main
+from ddpobs.cli import report as reporting
 from ddpobs.cli import watch as watching
 from ddpobs.export.spool import Encoded, Spool
 from tests.support.cli import ROOT, answering, ddpobs, invoke
@@ -191,6 +192,32 @@ def test_report_fails_on_a_finding_that_is_severe_enough(fail_on: str, code: int
     assert (done.exit_code, json.loads(done.stdout)) == (code, diagnosis | {"account": {"wall_ns": None}})
 
 
+def test_report_names_the_errors_of_earlier_attempts() -> None:
+    attempts = ["attempt 1: rank 1: CUDA error", "attempt 2: rank 0: no file"]
+    crash = {"code": "crash", "severity": "critical", "verdict": "Rank 0 failed", "evidence": {"attempts": attempts}}
+    diagnosis = {"run": "r", "steps_seen": 9, "findings": [crash], "missing": [], "summary": ""}
+    answers = {"/runs/r/diagnostics": diagnosis, "/runs/r/account": {"wall_ns": None}}
+    with collector(answering(answers)) as server:
+        lines = invoke("report", "r", "--collector", server.url).stdout.splitlines()
+    assert lines[2:4] == ["critical: Rank 0 failed", "  earlier attempt 1: rank 1: CUDA error"]
+    assert not any("attempt 2" in line for line in lines)
+
+
+def test_a_figure_stays_on_the_line_of_its_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpobs.cli.report.sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("ddpobs.cli.report.shutil.get_terminal_size", lambda: os.terminal_size((50, 20)))
+    lines = reporting._wrapped("it spends on the start-up of 12 ranks 64 % of the run")
+    assert lines == ["it spends on the start-up of 12 ranks", "64 % of the run"]
+
+
+def test_an_unknown_run_is_told_without_an_address_of_the_interface() -> None:
+    problem = json.dumps({"title": "Unknown run", "detail": "no run r has reported here"}).encode()
+    with collector(lambda _: (404, {}, problem)) as server:
+        done = invoke("report", "r", "--collector", server.url)
+    told = f"ddpobs: {server.url}: no run r has reported here; `ddpobs list` lists the runs\n"
+    assert (done.exit_code, done.stderr) == (1, told)
+
+
 def test_report_saves_the_collectors_html(tmp_path: Path) -> None:
     file = tmp_path / "report.html"
 
@@ -224,7 +251,7 @@ def test_watch_prints_each_change_and_ends_with_the_run(end: str, code: int, mon
             "/api/v1/runs/r/ranks": {
                 "ranks": [{"rank": 0, "phases_ns": {"forward": 1_000_000, "backward": 2_500_000}}]
             },
-            "/api/v1/runs/r/diagnostics": {"findings": [{"verdict": "slow\n"}]},
+            "/api/v1/runs/r/diagnostics": {"findings": [{"code": "straggler", "verdict": "slow\n"}], "summary": ""},
         }
         if path not in answers:
             state, steps = states.pop(0)
@@ -245,26 +272,32 @@ def test_watch_waits_for_a_run_that_has_not_reported(monkeypatch: pytest.MonkeyP
     def reply(path: str) -> Reply:
         if not pauses:
             return 404, {}, b'{"title": "No such run", "detail": "r"}'
-        answers: dict[str, Any] = {"ranks": {"ranks": []}, "diagnostics": {"findings": []}}
+        answers: dict[str, Any] = {
+            "ranks": {"ranks": []},
+            "diagnostics": {"findings": [{"code": "scaling-loss"}], "summary": "Too short."},
+        }
         finished = {"run": "r", "state": "finished", "steps": 7}
         return 200, {}, json.dumps(answers.get(path.rsplit("/", 1)[-1], finished)).encode()
 
     with collector(reply) as server:
         done = invoke("watch", "r", "--collector", server.url)
     assert done.stderr == f"ddpobs: waiting for run r, which has not reported to {server.url} yet\n"
-    assert (done.exit_code, done.stdout) == (0, "r: finished, step 7: no finding\n")
+    assert (done.exit_code, done.stdout) == (0, "r: finished, step 7: Too short.\n")
 
 
 def test_a_narrow_terminal_shows_the_own_time_alone() -> None:
     rank = {"rank": 0, "host": "vm", "state": "running", "last_step": 3, "pulse": None, "own_ns": 2_500_000}
     rank["phases_ns"] = {"forward": 1_000_000, "backward": 1_500_000}
-    look = watching._Look().refreshed({"run": "r", "state": "running", "steps": 3}, [rank], [])
+    look = watching._Look().refreshed(
+        {"run": "r", "state": "running", "steps": 3}, [rank], {"findings": [], "summary": "Balanced."}
+    )
     for columns, shown in (80, False), (140, True):
         console = Console(width=columns, record=True, file=io.StringIO())
         console.print(look.screen(columns))
         text = console.export_text()
         assert ("backward ms" in text) == shown
         assert "2.5" in text
+        assert "Balanced." in text
 
 
 def test_the_help_of_export_names_the_packages_to_install() -> None:
@@ -276,7 +309,8 @@ def test_watch_shows_the_parts_of_the_worst_finding_and_the_verdicts_of_the_next
         {"severity": "critical", "verdict": "Rank 3 is [slow]", "cause": "its host", "remedy": "Look.", "gain": None},
         {"severity": "info", "verdict": "Data is late", "remedy": "Add workers.", "gain": None},
     ]
-    look = watching._Look().refreshed({"run": "r", "state": "running", "steps": 3}, [], findings)
+    diagnosis = {"findings": [{"code": "input-bound"} | finding for finding in findings], "summary": ""}
+    look = watching._Look().refreshed({"run": "r", "state": "running", "steps": 3}, [], diagnosis)
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(look.screen(100))
     shown = [line.rstrip() for line in console.export_text().splitlines()]
@@ -333,6 +367,7 @@ def test_stacks_prints_place_and_stack_of_each_rank() -> None:
         ended | {"rank": 4},
         ended | {"rank": 5, "pulse": {"phase": "forward", "step": 50, "bucket": -1}},
         {"rank": 6, "pulse": waiting | {"module": 1}},
+        {"rank": 7, "pulse": waiting, "ended": "finished", "steps": 41},
     ]
     unit = {"module": 1, "buckets": [{"bucket": 2, "title": "reduce-scatter of unit blocks.3"}]}
     answers = {"/api/v1/runs/a-run/ranks": {"ranks": ranks}, "/api/v1/runs/a-run/layout": {"layouts": [unit]}}
@@ -357,4 +392,5 @@ def test_stacks_prints_place_and_stack_of_each_rank() -> None:
         no_stack,
         "rank 6: reduce-scatter of unit blocks.3, step 40, no progress for 0 s",
         no_stack,
+        "rank 7: finished after 41 steps",
     ]

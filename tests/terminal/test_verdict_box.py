@@ -90,3 +90,12 @@ def test_a_stream_without_unicode_gets_the_same_box_in_ascii() -> None:
     assert "".join(lines).isascii()
     assert lines[0].startswith("+- ddpobs --")
     assert any("####" in line for line in lines)
+
+
+def test_a_long_legend_has_two_rows_and_no_rest_that_is_its_largest_part() -> None:
+    shares = {"backward": 0.31, "waiting for ranks": 0.25, "start-up": 0.22, "moving data": 0.12, "forward": 0.1}
+    parts = [{"title": f"steps: {name}", "group": "steps", "share": share} for name, share in shares.items()]
+    assert rows([], parts)[-3:-1] == [
+        "        █ backward 31 %  ▓ waiting for ranks 25 %  ▒ start-up 22 %",
+        "        ░ moving data 12 %  ▞ rest 10 %",
+    ]
