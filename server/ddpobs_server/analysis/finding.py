@@ -15,6 +15,8 @@ _EVERY_STEP = 0.98
 Severity = Literal["info", "warning", "critical"]
 _MAX_ERROR_RATIO = 0.5
 """Relative error up to which a gain is stated with its error; above, only its upper bound is."""
+_MIN_WHOLE = 0.005
+"""Minimum error that is stated in whole percent: a smaller one would be written as 0."""
 _ORDER = {"critical": 0, "warning": 1, "info": 2}
 _FIRST = ("crash", "hang", "not-reduced", "replicas-differ")
 """Codes that come before all others of their severity: the run does not train, or trains the wrong model."""
@@ -55,7 +57,8 @@ class Gain:
         if self.error_ratio > _MAX_ERROR_RATIO:
             most = min(1.0, self.ratio + error)
             return f"at most {duration(step_ns * most)} of {duration(step_ns)} a step ({percent(most)})"
-        share = f"{100 * self.ratio:.0f} ± {100 * error:.0f} %"
+        digits = int(error < _MIN_WHOLE)
+        share = f"{100 * self.ratio:.{digits}f} ± {100 * error:.{digits}f} %".replace(" ± 0.0", "")
         return f"{duration(self.step_ns)} of {duration(step_ns)} a step ({share})"
 
 

@@ -25,7 +25,7 @@ _ATTEMPTS, _RANKS = 1000, 16_384
 _MOVING_ROWS = 20_000
 """Rows of steps up to which they are read for an account."""
 _NO_BATCH = "no batch has arrived from it"
-_NO_ACCOUNT = "its version of ddpobs sends no account"
+_NO_ACCOUNT = "no account has arrived: an end before the first step, or an old version of ddpobs"
 
 
 def processes_of(sources: Sequence[Source]) -> list[Process]:

@@ -126,6 +126,7 @@ def test_equal_runs_of_few_dependent_steps_seldom_differ(memory: float) -> None:
         (139, 138, 140, "same", "no difference seen, and one of 1.4 % would have been"),
         (200, 100, 400, "too-few", "not decided: 1.4× (0.7 to 2.9)"),
         (930, 1, 99_000, "too-few", "not decided: 6.7×"),
+        (0, 0, 0, "too-few", "not decided"),
     ],
 )
 def test_a_change_in_words(b_ms: float, low_ms: float, high_ms: float, verdict: Verdict, words: str) -> None:

@@ -48,12 +48,19 @@ def evidence() -> Evidence:
 def test_a_slow_rank_has_verdict_measure_times_cause_place_and_gain(evidence: Evidence) -> None:
     finding = describe_slow_rank(SLOW, evidence, None)
     assert finding.verdict == "Rank 2 is slow in backward since step 150"
-    assert finding.measure == "+30 ms a step, 37 % of it; 89 % of the steps; 0.3 rank-minutes of waiting"
+    assert finding.measure == "+30 ms a step, 37 % of it; 89 % of the steps since then; 0.3 rank-minutes of waiting"
     assert finding.when == "22:13:20–22:14:20 UTC (60 s)"
     assert finding.cause == "preempted by other processes (96 % of the delay)"
     assert finding.where == "host node7, bucket 0.3: head.weight, head.bias"
     assert finding.gain is not None
-    assert finding.gain.text == "29 ms of 80.6 ms a step (36 ± 0 %)"
+    assert finding.gain.text == "29 ms of 80.6 ms a step (36.0 ± 0.4 %)"
+
+
+@pytest.mark.parametrize(
+    ("error_ratio", "share"), [(0.1, "36 ± 4 %"), (0.01, "36.0 ± 0.4 %"), (0.001, "36.0 %"), (0.0, "36.0 %")]
+)
+def test_no_error_of_a_gain_is_written_as_nothing(error_ratio: float, share: str) -> None:
+    assert Gain(29 * MS, 0.36, error_ratio).text == f"29 ms of 80.6 ms a step ({share})"
 
 
 def test_the_verdict_names_no_step_that_it_does_not_know(evidence: Evidence) -> None:
@@ -67,18 +74,20 @@ def test_the_verdict_names_no_step_that_it_does_not_know(evidence: Evidence) -> 
 def test_the_measure_states_the_main_phase_if_it_is_not_the_whole_delay(evidence: Evidence) -> None:
     parts = replace(SLOW, phase_excess_ns={"backward": 20 * MS, "data": 10 * MS}, late_share=1.0)
     measure = describe_slow_rank(parts, evidence, None).measure
-    assert measure == "+30 ms a step (20 ms in backward), 37 % of it; every step; 0.3 rank-minutes of waiting"
+    assert (
+        measure == "+30 ms a step (20 ms in backward), 37 % of it; every step since then; 0.3 rank-minutes of waiting"
+    )
 
 
 def test_the_delay_of_a_rank_that_is_seldom_late_is_of_its_late_steps(evidence: Evidence) -> None:
     measure = describe_slow_rank(replace(SLOW, late_share=0.14, excess_ns=243 * MS), evidence, None).measure
-    late = "+243 ms a late step (30 ms in backward), 300 % of a usual step; 14 % of the steps"
+    late = "+243 ms a late step (30 ms in backward), 300 % of a usual step; 14 % of the steps since then"
     assert measure == f"{late}; 0.3 rank-minutes of waiting"
 
 
 def test_a_cause_that_is_not_known_is_stated_with_its_reason(evidence: Evidence) -> None:
     finding = describe_slow_rank(replace(SLOW, cause=Cause(missing_counter="running_ns")), evidence, None)
-    assert finding.cause.startswith("not known, because running_ns of rank 2 and another rank is not recorded")
+    assert finding.cause.startswith("not known, because the processor time of rank 2 or of the others is not recorded")
     finding = describe_slow_rank(replace(SLOW, cause=Cause()), evidence, None)
     assert finding.cause == "not known, because the counters of its late steps are no longer examined"
 

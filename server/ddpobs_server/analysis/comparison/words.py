@@ -44,6 +44,8 @@ def change_words(change: Change) -> str:
     if change.verdict == "same":
         return f"no difference seen, and one of {_size(change.ratio(change.smallest_ns) or 0.0)} would have been"
     if change.verdict == "too-few":
+        if not change.b_ns:
+            return "not decided"
         interval = f" ({1 + low:.1f} to {1 + high:.1f})" if 1 + high < _MAX_INTERVAL * (1 + low) else ""
         return f"not decided: {1 + ratio:.1f}×{interval}"
     if change.verdict == "slower" and ratio >= _MIN_MULTIPLE:

@@ -32,6 +32,7 @@ _WORK_REMEDIES = _PHASE_REMEDIES | dict.fromkeys(
 )
 """The same if the rank runs longer on a processor."""
 _OVER = "It is over: look at what ran on its host at these times."
+_COUNTERS = {"running_ns": "the processor time", "run_delay_ns": "the wait for a processor"}
 _NOT_ALONE = "Other ranks are late in the same steps: most of the gain needs them to be fixed too."
 _CAUSES = {
     "preempted": "preempted by other processes",
@@ -118,7 +119,8 @@ def _measure(slow: SlowRank, evidence: Evidence, stage: Stage | None) -> str:
     lost = waiting_text(slow.lost_ns, len(evidence.joined.ranks))
     if evidence.averages_apart:
         return f"{' '.join(words)}, {percent(slow.late_share)} of the times; {lost}"
-    return f"{' '.join(words)}, {share} of {whole}; {how_often(slow.late_share)}; {lost}"
+    since = "" if slow.since_step is None else " since then"
+    return f"{' '.join(words)}, {share} of {whole}; {how_often(slow.late_share)}{since}; {lost}"
 
 
 def _when(intervals: Sequence[Interval], since_step: int | None) -> str:
@@ -160,7 +162,7 @@ def _unknown(slow: SlowRank) -> str:
     counter = slow.cause.missing_counter
     if not counter:
         return "the counters of its late steps are no longer examined"
-    return f"{counter} of rank {slow.rank} and another rank is not recorded: see docs/wire.md"
+    return f"{_COUNTERS.get(counter, counter)} of rank {slow.rank} or of the others is not recorded"
 
 
 def _clock(device: DeviceClock) -> str:
