@@ -305,7 +305,7 @@ def test_the_help_of_export_names_the_packages_to_install() -> None:
 
 
 def test_watch_shows_the_parts_of_the_worst_finding_and_the_verdicts_of_the_next_ones() -> None:
-    findings = [
+    findings: list[dict[str, Any]] = [
         {"severity": "critical", "verdict": "Rank 3 is [slow]", "cause": "its host", "remedy": "Look.", "gain": None},
         {"severity": "info", "verdict": "Data is late", "remedy": "Add workers.", "gain": None},
     ]
