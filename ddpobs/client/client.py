@@ -122,6 +122,11 @@ class Run:
         """Where the run's wall time went."""
         return Account(self._read("/account").document)
 
+    def ranks(self) -> list[dict[str, Any]]:
+        """Processes of the latest attempt: host, state, last pulse, and times per step in nanoseconds."""
+        ranks: list[dict[str, Any]] = self._read("/ranks").document["ranks"]
+        return ranks
+
     def steps(self, rank: int | None = None, first: int | None = None, last: int | None = None) -> Columns:
         """Steps, sorted by step and rank.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from ddpobs.client.client import Run
 from ddpobs.shared.words import finding_lines
+from ddpobs.trackers.host_counters import host_counters
 from ddpobs.trackers.otel import opentelemetry
 from ddpobs.trackers.otlp import otlp
 
@@ -26,8 +27,9 @@ _SEVERITIES = ("critical", "warning", "info")
 def summary(run: Run) -> tuple[dict[str, float], str]:
     """Return the run's numbers by name, and its findings as Markdown.
 
-    The numbers are goodput, lost hours and the parts of the wall time as shares, counts of findings by severity, and
-    the largest gain of a finding as a share of a step. Those that are not known are left out.
+    The numbers are goodput, lost hours and the parts of the wall time as shares, counts of findings by severity, the
+    largest gain of a finding as a share of a step, and counters of up to 64 hosts. Those that are not known are left
+    out.
     """
     findings, account = run.findings(), run.account()
     counts = Counter(str(finding["severity"]) for finding in findings)
@@ -38,6 +40,7 @@ def summary(run: Run) -> tuple[dict[str, float], str]:
         "gain_ratio": max(gains, default=None),
         **{f"findings/{severity}": counts[severity] for severity in _SEVERITIES},
         **{f"share/{part['part']}": part["share"] for part in account["parts"]},
+        **host_counters(run.ranks()),
     }
     lines = [line for finding in findings for line in _as_markdown(finding)] or ["no findings"]
     text = "\n".join([f"[{run.name}]({run.address})", "", *lines])

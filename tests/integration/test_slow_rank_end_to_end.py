@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
 
 import duckdb
@@ -11,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.rig.training import ROOT, TORCHRUN, train
-from ddpobs import Client, wire
+from ddpobs import Client, trackers, wire
 from ddpobs.cli import main
 from ddpobs.shared.words import LABELS
 from tests.support.integration.slow_ranks import SLOW_RANK, get, stragglers
@@ -98,6 +99,9 @@ def test_the_client_reads_the_run(url: str, slow_run: str) -> None:
     assert set(run.spans(first=10, last=11)["step"].tolist()) == {10, 11}
     assert [finding["ranks"] for finding in run.findings() if finding["code"] == "straggler"] == [[SLOW_RANK]]
     assert sum(part["share"] for part in run.account()["parts"]) == pytest.approx(1)
+    assert sorted(rank["rank"] for rank in run.ranks()) == [0, 1]
+    numbers, _ = trackers.summary(run)
+    assert numbers[f"ddpobs/host/{socket.gethostname()}/memory_resident_bytes"] > 0
     assert f"{url}/runs/{slow_run}" in run._repr_html_()
 
 

@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from ddpobs import Client, trackers
+from ddpobs import Client, trackers, wire
 from ddpobs.client.client import Run
 from ddpobs.wire import PHASES
 from tests.support.integration.collectors import Reply, collector
@@ -46,8 +46,50 @@ STEPS: dict[str, list[int]] = {
 ACCOUNT = {"goodput": 0.5, "lost_hours": 2, "parts": [{"part": "forward", "share": 0.125}]}
 
 
+UNKNOWN = dict.fromkeys(wire.Machine.__struct_fields__)
+MACHINE = {
+    "busy_permille": 900,
+    "load_milli": 1500,
+    "throttled_ns": 2_500_000_000,
+    "available_bytes": 5000,
+    "resident_bytes": 300,
+    "device_slowdowns": [],
+}
+GPU = {"device_clock_mhz": 1200, "device_busy_permille": 500, "device_slowdowns": ["hw_thermal"]}
+
+
+def rank(number: int, host: str | None, machine: dict[str, Any] | None, last_seen_ns: int = 1) -> dict[str, Any]:
+    pulse = {"machine": None if machine is None else UNKNOWN | {"device_slowdowns": []} | machine}
+    return {"rank": number, "host": host, "last_seen_ns": last_seen_ns, "pulse": pulse}
+
+
+RANKS = [
+    rank(0, "node 1", MACHINE),
+    rank(1, "node 1", MACHINE | {"throttled_ns": 1_000_000_000, "available_bytes": 4000}),
+    rank(2, "gpu2", GPU),
+    rank(2, "gpu2", GPU | {"device_clock_mhz": 100}, last_seen_ns=0),
+    rank(3, None, MACHINE),
+    rank(4, "silent", None),
+    rank(5, "silent", {}) | {"pulse": None},
+]
+COUNTERS = {
+    "ddpobs/host/node_1/busy_ratio": 0.9,
+    "ddpobs/host/node_1/load": 1.5,
+    "ddpobs/host/node_1/throttled_seconds": 2.5,
+    "ddpobs/host/node_1/memory_available_bytes": 4000.0,
+    "ddpobs/host/node_1/memory_resident_bytes": 600.0,
+    "ddpobs/host/gpu2/device_clock_mhz": 1200.0,
+    "ddpobs/host/gpu2/device_busy_ratio": 0.5,
+    "ddpobs/host/gpu2/device_slowdowns": 1.0,
+}
+
+
 def answer(path: str) -> Reply:
-    documents = {"diagnostics": {"findings": [FINDING]}, "account": ACCOUNT, "steps": {"columns": STEPS, "next": None}}
+    documents = {"ranks": {"ranks": RANKS}} | {
+        "diagnostics": {"findings": [FINDING]},
+        "account": ACCOUNT,
+        "steps": {"columns": STEPS, "next": None},
+    }
     return 200, {}, json.dumps(documents[path.partition("?")[0].rpartition("/")[2]]).encode()
 
 
@@ -91,6 +133,7 @@ def test_the_summary_has_numbers_and_findings_with_a_link(run: Run) -> None:
         "ddpobs/findings/warning": 0.0,
         "ddpobs/findings/info": 0.0,
         "ddpobs/share/forward": 0.125,
+        **COUNTERS,
     }
     assert text == f"[r]({run.address})\n\n- **critical**: Rank 1 is slow" + (
         "\n    - cause: its processor\n    - do: Look.\n    - saves: 25 % of a step"
@@ -136,6 +179,7 @@ def test_wandb_gets_a_summary_offline(run: Run, tmp_path: Path, monkeypatch: pyt
     with wandb.init(dir=tmp_path, project="p") as active:
         trackers.wandb(run)
         assert (active.summary["ddpobs/goodput"], active.summary["ddpobs/url"]) == (0.5, run.address)
+        assert {name: active.summary[name] for name in COUNTERS} == COUNTERS
     wandb.teardown()  # Its service would outlive the tests by seconds.
 
 
@@ -149,4 +193,5 @@ def test_mlflow_gets_metrics_a_text_and_a_tag(run: Run, tmp_path: Path, monkeypa
         trackers.mlflow(run)
     stored = mlflow.get_run(active.info.run_id).data
     assert (stored.metrics["ddpobs/goodput"], stored.tags["ddpobs.url"]) == (0.5, run.address)
+    assert {name: stored.metrics[name] for name in COUNTERS} == COUNTERS
     assert "Rank 1 is slow" in mlflow.artifacts.load_text(f"{active.info.artifact_uri}/ddpobs.md")
