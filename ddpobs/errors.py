@@ -7,6 +7,7 @@ DdpobsError
   TraceFileError          a trace that is to be imported (ValueError)
   CollectorError          a request to the collector (RuntimeError)
   HorovodError            a call of Horovod's interface (ValueError)
+    HorovodUnsupportedError  a part of Horovod that does not exist here (NotImplementedError)
   HorovodInternalError    a collective of Horovod's interface that failed (RuntimeError)
     MismatchError         the ranks called different collectives
   HostsUpdatedInterrupt   other hosts for an elastic training (RuntimeError)
@@ -128,6 +129,10 @@ class ModelsDifferError(ReducerError):
 
 class HorovodError(DdpobsError, ValueError):
     """A call of Horovod's interface that ddpobs does not support, or not in the current state."""
+
+
+class HorovodUnsupportedError(HorovodError, NotImplementedError):
+    """A part of Horovod that ddpobs does not have. A NotImplementedError too, as Horovod's refusals."""
 
 
 class HorovodInternalError(DdpobsError, RuntimeError):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpobs.errors import HorovodError
+from ddpobs.errors import HorovodError, HorovodUnsupportedError
 from ddpobs.horovod import agreement
 from ddpobs.horovod.agreement import Agreement
 from ddpobs.horovod.calls import Call
@@ -29,14 +29,17 @@ def check_op(op: str | None, average: bool | None = None) -> str:
     """Return the chosen operation; Average by default.
 
     Raises:
-        HorovodError: The operation does not exist or is not supported, or both `op` and `average` were given.
+        HorovodError: The operation does not exist, or both `op` and `average` were given.
+        HorovodUnsupportedError: Adasum.
     """
     if average is not None:
         if op is not None:
             raise HorovodError("give either op or average (which Horovod deprecates), not both")
         return Average if average else Sum
     if op == Adasum:
-        raise HorovodError("Adasum is not supported: use op=Average, with the learning rate scaled by size()")
+        raise HorovodUnsupportedError(
+            "Adasum is not supported: use op=Average, with the learning rate scaled by size()"
+        )
     if op is not None and op not in TORCH_OPS:
         raise HorovodError(f"op: expected one of {', '.join(TORCH_OPS)}, got {op!r}")
     return op or Average

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -135,6 +135,7 @@ def _connect(
     """
     wrapper._passes = passes
     parameters, names = trained_parameters(wrapper, named_parameters)
+    wrapper._parameter_names = dict(zip(parameters, names, strict=True))
     frozen = frozen_parameters(wrapper, named_parameters)
     if not process_set.included():
         return
@@ -220,6 +221,8 @@ class _Distributed(torch.optim.Optimizer):
     _reducer: OptimizerReducer | None = None
     _connect: Callable[..., None]
     _release: Callable[[], Any]
+    _parameter_names: Mapping[torch.nn.Parameter, str]
+    """By trained parameter; scripts read Horovod's under this name."""
     _passes = 1
     _recorder: ModuleObserver | None = None
     _frozen: Sequence[torch.nn.Parameter] = ()
