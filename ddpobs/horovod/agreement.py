@@ -11,12 +11,10 @@ for longer than a moment writes its place (`board`), and reads whether the ranks
 
 from __future__ import annotations
 
-import hashlib
-import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from typing import Any, Protocol
@@ -28,7 +26,7 @@ import torch.distributed as dist
 from ddpobs.comm.side_groups import create_named, timeout_of
 from ddpobs.errors import HorovodError, HorovodInternalError, MismatchError
 from ddpobs.horovod.board import Board, Entry, Verdict, find_deadlock, find_mismatch
-from ddpobs.horovod.calls import Call, facts_of, summary
+from ddpobs.horovod.calls import Call, Facts, digest, facts_of, summary
 from ddpobs.horovod.failures import failures_as_internal_errors
 from ddpobs.torch_seam.collectives import name_of, ranks_of
 from ddpobs.torch_seam.modes import unseen
@@ -148,9 +146,9 @@ class Agreement:
     def _exchange(self, call: Call) -> None:
         if len(self.ranks) == 1:
             return
-        store = _board().store
+        store = board().store
         exchange = f"{self.key}/{self.started}"
-        keys = [f"{exchange}/{_digest(call)}", f"{exchange}/agreed"]
+        keys = [f"{exchange}/{digest(call)}", f"{exchange}/agreed"]
         with failures_as_internal_errors():
             if store.add(keys[0], 1) == len(self.ranks):
                 store.set(keys[1], "")
@@ -165,7 +163,7 @@ class Agreement:
 
     def _await(self, key: str, call: Call) -> None:
         """Wait for the last rank's consent."""
-        store, pause_s = _board().store, _SHORTEST_S
+        store, pause_s = board().store, _SHORTEST_S
         began_s = time.monotonic()
         look = Look(self, call, announces=True, after_s=MOMENT_S)
         try:
@@ -182,7 +180,7 @@ class Agreement:
 
     @unseen
     def _why_nobody_comes(self, waited_s: float) -> str:
-        if (left := _board().left(self.ranks)) is not None:
+        if (left := board().left(self.ranks)) is not None:
             return f"rank {left} has left"
         timeout = timeout_of(self.group, torch.device("cpu"))
         if waited_s > timeout.total_seconds():
@@ -228,7 +226,7 @@ class Agreement:
         """This rank's place, in a wait for a collective."""
         expected = self._place.call if announces else None
         return Entry(
-            started={agreement.key: agreement.started for agreement in _agreements},
+            started=started(),
             waits_in=self.key,
             ranks=tuple(self.ranks),
             index=self.started - (not announces),
@@ -237,21 +235,29 @@ class Agreement:
             announces=announces,
         )
 
+    def awaited(self) -> Facts | None:
+        """The next collective, in which other ranks wait for this one; None if there is none yet."""
+        entries = board().entries(self.ranks).values()
+        if any(entry.started.get(self.key, 0) > self.started for entry in entries):
+            return None if self._place.call is None else facts_of(self._place.call)  # They started the predicted one.
+        at_this = (entry for entry in entries if entry.waits_in == self.key and entry.index == self.started)
+        return next((entry.call for entry in at_this if entry.announces), None)
+
     def find(self, deadlocks: bool) -> Verdict | None:
         """Read the verdict on this group, or pass it if all facts are there."""
-        board = _board()
-        verdict = board.verdict(self.key)
+        places = board()
+        verdict = places.verdict(self.key)
         if verdict is not None:
             return verdict
-        entries = board.entries(self.ranks)
+        entries = places.entries(self.ranks)
         found = find_mismatch(self.key, entries, self.ranks, self._agreed)
         if found is None and deadlocks:
             # A rank writes the end of its wait a little after it: only what is seen twice is true.
             suspected, self._suspected = self._suspected, find_deadlock(entries)
             found = suspected if suspected == self._suspected else None
         if found is not None:
-            board.judge(found)
-        return board.verdict(self.key)
+            places.judge(found)
+        return places.verdict(self.key)
 
     @property
     def judges(self) -> bool:
@@ -298,7 +304,7 @@ class Look:
         if now_s < self._next_s:
             return False
         if not self._has_written:
-            _board().write(self._agreement.entry(self._call, self._announces))
+            board().write(self._agreement.entry(self._call, self._announces))
             self._has_written = True
         waited_s = now_s - self._began_s
         is_long = waited_s > _LONG_S
@@ -307,7 +313,7 @@ class Look:
         if (self._announces or is_long) and (self._agreement.judges or waited_s > _FEW * _LONG_S):
             verdict = self._agreement.find(deadlocks=is_long)
         else:
-            verdict = _board().verdict(self._agreement.key)
+            verdict = board().verdict(self._agreement.key)
         if verdict is not None:
             for agreement in list(_agreements):
                 if agreement.key in verdict.keys:
@@ -321,11 +327,7 @@ class Look:
         if self._has_written:
             self._has_written = False
             with suppress(RuntimeError):
-                _board().write(Entry())
-
-
-def _digest(call: Call) -> str:
-    return hashlib.sha256(json.dumps(facts_of(call)).encode()).hexdigest()[:16]
+                board().write(Entry())
 
 
 def _finished_within(work: Any, limit: timedelta) -> bool:
@@ -357,14 +359,15 @@ def of(process_set: ProcessSet) -> Agreement:
     """Return the agreement of a process set's ranks. After a mismatch the set may get a new process group."""
     group, found = process_set.group, process_set.agreement
     if found is not None and found.mismatch:
-        group = process_set.group = create_named(group, f"{_board().number}", torch.device("cpu"))
+        group = process_set.group = create_named(group, f"{board().number}", torch.device("cpu"))
     if found is None or found.group is not group:
         found = process_set.agreement = Agreement(group)
         _agreements.add(found)
     return found
 
 
-def _board() -> Board:
+def board() -> Board:
+    """Where the ranks of this initialization write their places."""
     assert _current is not None
     return _current
 
@@ -384,15 +387,13 @@ def leave() -> None:
             _current.leave()
 
 
-@contextmanager
-def joined() -> Iterator[None]:
-    """Mark this rank as out of data, in `join`: ranks that wait for it in another collective raise an error."""
-    started = {agreement.key: agreement.started for agreement in _agreements}
-    _board().write(Entry(started=started, joined=True))
-    try:
-        yield
-    finally:
-        _board().write(Entry())
+def started() -> dict[str, int]:
+    """Number of collectives that this rank has started, by process set."""
+    return {agreement.key: agreement.started for agreement in _agreements}
+
+
+def settle() -> None:
+    """Take in the verdicts on this rank's process sets, outside of a wait."""
     for agreement in list(_agreements):
-        if (verdict := _board().verdict(agreement.key)) is not None:
+        if (verdict := board().verdict(agreement.key)) is not None:
             agreement.settle(verdict)

@@ -27,6 +27,7 @@ class Entry:
         expected: The collective that all ranks expect there, if this rank has not started its own; else None.
         announces: Whether the rank has not started its own, and waits for the others' consent.
         joined: Whether the rank is out of data, in `join`.
+        zeros_in: If so, the process set in whose all-reduces it takes part with zeros; empty for none.
     """
 
     started: Mapping[str, int] = field(default_factory=dict)
@@ -37,6 +38,7 @@ class Entry:
     expected: Facts | None = None
     announces: bool = False
     joined: bool = False
+    zeros_in: str = ""
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def find_deadlock(entries: Mapping[int, Entry]) -> Verdict | None:
         entry, peer = entries[rank], entries[other]
         if not _waits_for(entry, other, peer):
             continue
-        if peer.joined:
+        if peer.joined and peer.zeros_in != entry.waits_in:
             return Verdict(
                 [entry.waits_in],
                 f"rank {rank} called {_call(entry)}, but rank {other} is out of data, in join: meanwhile the other "

@@ -5,6 +5,8 @@ The rules, and the first words of the messages, are those of Horovod's controlle
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -55,6 +57,11 @@ def facts_of(call: Call) -> Facts:
         "settings": [[label, _text_of(value)] for label, value in call.settings],
         "tensors": [_texts_of(tensor) for tensor in call.tensors],
     }
+
+
+def digest(call: Call) -> str:
+    """A short text that is the same for equal calls only."""
+    return hashlib.sha256(json.dumps(facts_of(call)).encode()).hexdigest()[:16]
 
 
 def _text_of(value: Any) -> str:
