@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ddpobs.comm import FuturePending
-from ddpobs.errors import HorovodError
-from ddpobs.horovod.position import rank
+from ddpobs.horovod.position import check_initialized, rank
 
 _WAIT_S = 2.0
 _MAX_WAITING = 100
@@ -34,16 +33,22 @@ _started = 0
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Start to write a timeline. Every rank must call this; only rank 0 writes the file.
 
+    A timeline of this path that is being written goes on. One of another path ends.
+
     Args:
         file_path: A JSON file, for chrome://tracing or Perfetto.
         mark_cycles: Whether to mark the begin of each synchronisation of gradients, and of each other collective.
 
     Raises:
-        HorovodError: A timeline is being written already, or `init` was not called.
+        HorovodError: `init` was not called.
     """
     global _current, _started  # noqa: PLW0603 - one timeline a process
+    check_initialized()
     if _current is not None:
-        raise HorovodError("a timeline is being written: call stop_timeline() first")
+        if _current.path == Path(file_path):
+            _current.mark_cycles = mark_cycles
+            return
+        stop_timeline()
     _started += 1
     _current = Timeline(Path(file_path), mark_cycles, _started)
 
@@ -105,10 +110,14 @@ class Timeline:
         path: The file.
         mark_cycles: Whether synchronisations are marked.
         number: Distinguishes it from the process's earlier timelines.
+
+    Attributes:
+        path: As given.
+        mark_cycles: As given; may be changed.
     """
 
     def __init__(self, path: Path, mark_cycles: bool, number: int) -> None:
-        self._mark_cycles = mark_cycles
+        self.path, self.mark_cycles = path, mark_cycles
         self._store = PrefixStore(f"ddpobs/timeline/{number}", dist.distributed_c10d._get_default_store())
         self._rank = rank()
         self._counts: Counter[str] = Counter()
@@ -188,7 +197,7 @@ class Timeline:
             if other and self._store.check([key]):
                 launches[other] = json.loads(self._store.get(key))
                 self._store.delete_key(key)
-        if self._mark_cycles:
+        if self.mark_cycles:
             self._write("i", "CYCLE_START", 0, reduction.began, s="g")
         for bucket, members in enumerate(reduction.buckets):
             launched, done = reduction.launched[bucket], reduction.done[bucket]

@@ -39,6 +39,7 @@ def handles(rank: int, ranks: int) -> dict[str, Any]:
     results["unchanged"] = values
     results["sparse maximum"] = raised(HorovodError, lambda: hvd.sparse_allreduce_async(rows(rank), op=hvd.Max))
     results["scattered maximum"] = raised(HorovodError, lambda: hvd.reducescatter(values, op=hvd.Max))
+    results["scattered Adasum"] = raised(NotImplementedError, lambda: hvd.reducescatter(values, op=hvd.Adasum))
     results["too few splits"] = raised(HorovodError, lambda: hvd.alltoall(values, splits=[4]))
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.tolist, results)  # type: ignore[no-any-return]
 
@@ -66,6 +67,7 @@ def test_handles_return_the_result_and_leave_the_input_unchanged() -> None:
         assert results["unchanged"] == [rank, rank + 1, rank + 2, rank + 3]
         assert "got Max" in results["sparse maximum"]
         assert "got Max" in results["scattered maximum"]
+        assert "use op=Average" in results["scattered Adasum"]
         assert "expected 2 splits" in results["too few splits"]
 
 

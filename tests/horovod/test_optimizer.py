@@ -114,6 +114,7 @@ def rules(rank: int, ranks: int) -> dict[str, Any]:
     schedule.step()
     results["scheduled"] = optimizer.param_groups[0]["lr"]
     results["state"] = len(optimizer.state_dict()["state"])
+    results["names"] = list(optimizer._parameter_names.values())
     optimizer.zero_grad()
     results["graph"] = raised(ReducerError, lambda: loss(model, rank, 5).backward(create_graph=True))
     refused: dict[str, dict[str, Any]] = {
@@ -163,6 +164,7 @@ def test_the_optimizer_keeps_horovods_rules() -> None:
         ]
         assert results["scheduled"] == 0.125
         assert results["state"] == 6
+        assert results["names"] == [name for name, _ in net().named_parameters()]
         assert "torch.autograd.grad" in results["graph"]
         assert all(results["clear"])
         assert "on rank" in results["models"]

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 import ddpobs.horovod as hvd
-from ddpobs.errors import HorovodError
 from ddpobs.imports.files import encoded, read
 from tests.support.distributed.compare import net
-from tests.support.distributed.horovod import loss, raised, together
+from tests.support.distributed.horovod import loss, together
 from tests.support.distributed.launch import run_ranks
 
 
@@ -27,7 +26,7 @@ def traced(rank: int, ranks: int, folder: str) -> None:
     model = net()
     path = Path(folder) / f"timeline-{rank}.json"
     hvd.start_timeline(str(path), mark_cycles=True)
-    raised(HorovodError, lambda: hvd.start_timeline(str(path)))
+    hvd.start_timeline(str(path), mark_cycles=True)  # It goes on.
     together(model, rank, 3, loss_fn=late)
     hvd.stop_timeline()
     hvd.stop_timeline()
@@ -94,6 +93,22 @@ def test_the_timeline_has_collectives_that_a_script_calls(tmp_path: Path) -> Non
     for lane, name in lanes.items():
         ours = [event for event in events if event["pid"] == lane and event["ph"] in "BXE"]
         assert ours == sorted(ours, key=lambda event: event["ts"]), name
+
+
+def switched(rank: int, ranks: int, folder: str) -> None:
+    hvd.init()
+    for name in ("first", "second"):
+        hvd.start_timeline(str(Path(folder) / f"{name}.json"))
+        hvd.allreduce(torch.ones(3), name=name)
+    hvd.stop_timeline()
+
+
+def test_a_timeline_ends_where_one_of_another_path_begins(tmp_path: Path) -> None:
+    run_ranks(switched, 2, str(tmp_path))
+    for name in ("first", "second"):
+        events = json.loads((tmp_path / f"{name}.json").read_text())
+        lanes = {event["args"]["name"] for event in events if event.get("name") == "process_name"}
+        assert lanes == {"", f"allreduce.{name}"}
 
 
 def joined(rank: int, ranks: int, folder: str) -> None:

@@ -143,7 +143,6 @@ CASES: Cases = {
     ),
     "a name and none": (lambda r: hvd.allreduce(floats(3), name=of_rank(r, "x", None)), ("rank 0: allreduce 'x' of",)),
     "barrier": (lambda r: of_rank(r, hvd.barrier, lambda: hvd.allreduce(floats(3)))(), ("rank 0: barrier",)),
-    "join": (lambda r: of_rank(r, hvd.join, lambda: hvd.allreduce(floats(3)))(), ("rank 0: barrier", "1: allreduce")),
     "broadcast_object root": (
         lambda r: hvd.broadcast_object("x", root_rank=min(r, 1)),
         ("Mismatched broadcast_object root ranks", "rank 0: 0", "1: 1"),
