@@ -161,13 +161,11 @@ def _zeros_of(facts: Facts) -> dict[str, Any] | None:
 
 
 def _refusal(agreed: Agreement, facts: Facts) -> Verdict:
-    has_started = any(
-        entry.started.get(agreed.key, 0) > agreed.started
-        for entry in agreement.board().entries(agreed.ranks).values()
-    )
+    entries = agreement.board().entries(agreed.ranks).values()
+    has_started = any(entry.started.get(agreed.key, 0) > agreed.started for entry in entries)
     return Verdict(
         [agreed.key],
-        f"{summary(facts)} was called, but rank {rank()} is out of data, in join: meanwhile the other ranks may only call "
-        "allreduce and grouped_allreduce, with Sum or Average. Call other collectives before join",
+        f"{summary(facts)} was called, but rank {rank()} is out of data, in join: meanwhile the other ranks may only "
+        "call allreduce and grouped_allreduce, with Sum or Average. Call other collectives before join",
         has_started,
     )
