@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from itertools import count
 from operator import index
@@ -27,6 +27,8 @@ _SIZES_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _created_group = False
 _first_store: Store | None = None
 """The store of the first process group, in which later groups of this process meet after a reset."""
+_meeting: tuple[tuple[str | None, ...], Store, Iterator[int]] | None = None
+"""The launcher's address at which this process met the other ranks, the store there, and numbers for later groups."""
 _resets = 0
 _ELASTIC_TIMEOUT_S = 600.0
 
@@ -161,7 +163,7 @@ def _init_process_group() -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        dist.init_process_group(backend)
+        _meet_at_address(backend)
     elif any(int(os.environ.get(name, "1")) > 1 for name in _SIZES_OF_MPI):
         import ddpobs.mpi
 
@@ -172,6 +174,24 @@ def _init_process_group() -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def _meet_at_address(backend: str) -> None:
+    """Create the process group at the launcher's address; later ones of this process meet in the first one's store.
+
+    Otherwise a fast rank would come into the old store of rank 0, which ends, or read old addresses from torchrun's.
+    """
+    global _meeting  # noqa: PLW0603 - one Horovod a process
+    place = tuple(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    if _meeting is None or _meeting[0] != place:
+        dist.init_process_group(backend)
+        _meeting = place, dist.distributed_c10d._get_default_store(), count(1)
+        return
+    _, first, numbers = _meeting
+    store = PrefixStore(f"ddpobs/init/{next(numbers)}", first)
+    dist.init_process_group(
+        backend, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+    )
 
 
 def shutdown() -> None:

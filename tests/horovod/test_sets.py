@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from typing import Any
 from unittest import mock
 
@@ -126,6 +127,23 @@ def test_shutdown_destroys_only_the_process_group_that_init_created() -> None:
     ports = [free_port(), free_port()]
     for results in run_ranks(left_and_joined_again, 2, ports):
         assert results == [(True, False, True), (True, 2, False, False), (True, 2, False, False)]
+
+
+def again_at_one_address(rank: int, ranks: int, port: int) -> list[float]:
+    """Init again while the other rank has not shut down."""
+    dist.destroy_process_group()
+    totals = []
+    for number in range(4):
+        with mock.patch.dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)):
+            hvd.init()
+        totals.append(hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
+        time.sleep(0.5 * (rank == number % 2))
+        hvd.shutdown()
+    return totals
+
+
+def test_a_fast_rank_may_init_again_before_the_others_have_shut_down() -> None:
+    assert run_ranks(again_at_one_address, 2, free_port()) == [[2] * 4] * 2
 
 
 def on_hosts(rank: int, ranks: int, hosts: str) -> tuple[int, ...]:
