@@ -65,6 +65,7 @@ def cases(checkout: Path) -> Iterator[tuple[str, unittest.TestCase, int]]:
         sys.path[:0] = [str(path.parent), str(checkout / "test/utils")]
         module = importlib.import_module(path.stem)
         for suite in unittest.defaultTestLoader.loadTestsFromModule(module):
+            assert isinstance(suite, unittest.TestSuite)
             for case in suite:
                 assert isinstance(case, unittest.TestCase)
                 yield f"{path.stem}: {case._testMethodName}", case, ranks

@@ -78,7 +78,7 @@ def refused(rank: int, ranks: int) -> list[Any]:
     """Rank 1 calls collectives in which zeros would be wrong, new ones and expected ones."""
     hvd.init()
     mine = values(rank)
-    messages = []
+    messages: list[Any] = []
     for times in (0, 20):
         for _ in range(times):
             hvd.allgather(mine, name="rows")
