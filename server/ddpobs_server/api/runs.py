@@ -79,11 +79,12 @@ class LastDiagnosis(TypedDict):
 class ListedRun(RunSummary, Labels):
     """A run in a list; `diagnosis` is null until the run's diagnostics are first requested.
 
-    `duration_ns` lasts from the first to the last batch. `step_times_ns` are means of at most 32 parts of the run.
+    `duration_ns` lasts from the start of the lowest rank, or the first batch, to the last batch. `step_times_ns` are
+    means of at most 32 parts of the run.
     """
 
     diagnosis: Annotated[LastDiagnosis | None, doc("The last diagnosis; null before the first.")]
-    duration_ns: Annotated[int, doc("Time from the first to the last batch, in nanoseconds.")]
+    duration_ns: Annotated[int, doc("Time from the start of the lowest rank to the last batch, in nanoseconds.")]
     step_ns: Annotated[int | None, doc("Median of `step_times_ns`, in nanoseconds; null without steps.")]
     steps_per_s: Annotated[float | None, doc("Steps a second at the end of the run; null without steps.")]
     step_times_ns: Annotated[
@@ -213,7 +214,7 @@ def _listed_run(run: Run, digest: RunDigest, reports: Reports, settings: Setting
         "tags": tags,
         "note": note,
         "diagnosis": _diagnosis_json(reports, run),
-        "duration_ns": max(0, run.last_seen_ns - run.created_ns),
+        "duration_ns": max(0, run.last_seen_ns - min(run.created_ns, digest.began_ns or run.created_ns)),
         "step_ns": digest.step_ns,
         "steps_per_s": digest.steps_per_s,
         "step_times_ns": list(digest.step_times_ns),

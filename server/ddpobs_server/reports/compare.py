@@ -92,7 +92,7 @@ def compare_json(store: Store, a: Side, b: Side, limit: float) -> dict[str, Any]
         },
         "disturbed": result.is_disturbed,
         "differences": [msgspec.structs.asdict(row) | {"title": fact_title(row.name)} for row in differences],
-        "findings": compare_facts.findings_that_changed(a.diagnosis["findings"], b.diagnosis["findings"]),
+        "findings": compare_facts.findings_that_changed(a.diagnosis, b.diagnosis),
     }
 
 

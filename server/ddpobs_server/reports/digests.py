@@ -31,6 +31,7 @@ class RunDigest:
         step_times_ns: Mean step time of at most 32 parts of the run, oldest first.
         steps_per_s: Steps a second at the end; None without steps.
         host: Host of its lowest rank; empty if unknown.
+        began_ns: Start of that rank's process, as Unix time; None if unknown.
         tags: Tags that the training set.
         note: Note that the training set.
     """
@@ -38,6 +39,7 @@ class RunDigest:
     step_times_ns: tuple[int, ...] = ()
     steps_per_s: float | None = None
     host: str = ""
+    began_ns: int | None = None
     tags: tuple[str, ...] = ()
     note: str = ""
 
@@ -90,8 +92,8 @@ class RunDigests:
         return digests
 
     def _read(self, keys: Sequence[str]) -> dict[str, RunDigest]:
-        parts, hellos = self._store.step_parts(keys), self._store.hellos(keys)
-        return {key: _digest(parts.get(key, []), hellos.get(key)) for key in keys}
+        parts, hellos, begins = self._store.step_parts(keys), self._store.hellos(keys), self._store.begins(keys)
+        return {key: _digest(parts.get(key, []), hellos.get(key), begins.get(key)) for key in keys}
 
 
 def _is_current(kept: _Kept | None, run: Run, now_s: float) -> bool:
@@ -104,13 +106,14 @@ def _digest_of(kept: _Kept | None) -> RunDigest:
     return kept.digest if kept is not None else RunDigest()
 
 
-def _digest(parts: Sequence[tuple[int, float]], hello: wire.Hello | None) -> RunDigest:
+def _digest(parts: Sequence[tuple[int, float]], hello: wire.Hello | None, began_ns: int | None) -> RunDigest:
     tags, note = trained_labels(hello)
     steps, wall_ns = (sum(values) for values in zip(*parts[-_RECENT:], strict=True)) if parts else (0, 0.0)
     return RunDigest(
         step_times_ns=tuple(round(ns / count) for count, ns in parts if count),
         steps_per_s=steps / wall_ns * 1e9 if wall_ns > 0 else None,
         host=hello.host if hello is not None else "",
+        began_ns=began_ns,
         tags=tags,
         note=note,
     )

@@ -279,6 +279,7 @@ class Store:
     set_labels = _writes(run_labels.set_labels)
     step_parts = _reads(digest_queries.step_parts)
     hellos = _reads(digest_queries.hellos)
+    begins = _reads(digest_queries.begins)
     version = _reads(run_queries.version)
     going_on = _reads(run_queries.going_on)
     urgent_runs = _reads(run_queries.urgent)

@@ -221,7 +221,10 @@ def test_findings_come_and_go_by_code_phase_and_ranks() -> None:
     def finding(rank: int, title: str) -> dict[str, object]:
         return {"code": "straggler", "phase": "data", "ranks": [rank], "title": title}
 
-    result = findings_that_changed([finding(0, "a"), finding(1, "b")], [finding(1, "c"), finding(2, "d")])
+    stated_elsewhere = finding(3, "e") | {"code": "scaling-loss"}
+    a = {"findings": [finding(0, "a"), finding(1, "b"), stated_elsewhere]}
+    b = {"findings": [finding(1, "c"), finding(2, "d"), stated_elsewhere]}
+    result = findings_that_changed(a, b)
     assert {kind: [row["title"] for row in rows] for kind, rows in result.items()} == {
         "came": ["d"],
         "went": ["a"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import httpx
@@ -341,3 +342,11 @@ def test_a_rank_hangs_only_if_it_did_before_the_interrupt(
     assert [finding["code"] for finding in findings(shared.url, run)] == codes
     assert listed_state(shared.url, run) == "interrupted"
     assert httpx.get(f"{shared.url}/metrics").status_code == 200
+
+
+def test_the_duration_in_the_list_begins_with_the_process(shared: Collector, run: str) -> None:
+    now = wire.Anchor(wall_ns=time.time_ns(), monotonic_ns=10 * S)
+    put(shared.url, batch(run, 0, 0, anchor=now, account=account_of_steps(5)))
+    (listed,) = (item for item in get(shared.url, "/runs", limit=500)["runs"] if item["run"] == run)
+    (attempt,) = get(shared.url, f"/runs/{run}/attempts")["attempts"]
+    assert listed["duration_ns"] == listed["last_seen_ns"] - attempt["began_ns"] >= 10 * S

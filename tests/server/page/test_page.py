@@ -254,6 +254,13 @@ def test_the_fleet_page_sums_up_the_runs(browser: Any, tmp_path: Path) -> None:
         expect(visit.page.locator("#unknown-regression")).to_be_visible()
         expect(visit.page.locator("#no-regression")).to_be_hidden()
         assert visit.errors == []
+        fleet = httpx.get(f"{running.url}/api/v1/fleet").json()
+        tiny = {"title": "next to nothing", "hours": 1e-9, "share": 1e-9}
+        fleet |= {"compared_runs": 1, "causes": [tiny, tiny | {"title": "much", "share": 0.5}]}
+        visit.page.route("**/api/v1/fleet?*", lambda route: route.fulfill(json=fleet))
+        visit.page.reload()
+        expect(visit.page.locator("#slow-note")).to_have_text(re.compile("the hosts of 1 run were compared"))
+        expect(visit.page.locator("#causes tbody td:first-child")).to_have_text(["much"])
         printed = CliRunner().invoke(main, ["fleet", "--collector", running.url])
         assert printed.exit_code == 0, printed.output
         assert EVIL in printed.output

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ddpobs import wire
-from ddpobs.shared.words import parts_of
+from ddpobs.shared.words import parts_of, shown_findings
 
 _ABOUT = ("tags", "note")
 """Settings that describe a run and change nothing in it."""
@@ -94,9 +94,9 @@ def _parameters(layouts: Sequence[wire.Layout]) -> dict[tuple[int, int], tuple[s
 
 
 def findings_that_changed(
-    a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
+    diagnosis_a: Mapping[str, Any], diagnosis_b: Mapping[str, Any]
 ) -> dict[str, list[Mapping[str, Any]]]:
-    """Return the findings that `came` (only the second run has them), `went` (only the first), and `stayed`.
+    """Return the shown findings that `came` (only the second run has them), `went` (only the first), and `stayed`.
 
     A finding is the same if code, phase and ranks are.
     """
@@ -104,6 +104,7 @@ def findings_that_changed(
     def key(finding: Mapping[str, Any]) -> tuple[Any, ...]:
         return finding["code"], finding["phase"], *finding["ranks"]
 
+    a, b = shown_findings(diagnosis_a), shown_findings(diagnosis_b)
     known_a, known_b = {key(finding) for finding in a}, {key(finding) for finding in b}
     return {
         "came": [finding for finding in b if key(finding) not in known_a],

@@ -19,8 +19,8 @@ export function showFacts(details, shown, attempts, ranks) {
   const facts = [
     `${counts.ranks} of ${counts.world_size} ranks${hosts ? ` on ${counted(hosts, "host")}` : ""}`,
     counted(counts.steps, "step"),
-    `attempt ${shown ? shown.ordinal + 1 : attempts.length} of ${attempts.length}`,
-    details.modules.map(({ name }) => name).join(", "),
+    attempts.length > 1 ? `attempt ${shown ? shown.ordinal + 1 : attempts.length} of ${attempts.length}` : "",
+    details.modules.length ? `model ${details.modules.map(({ name }) => name).join(", ")}` : "",
     shown?.began_ns ? clockRange(shown.began_ns, shown.ended_ns) : "", // A trace may have no time of day.
     `last seen ${ago(counts.last_seen_ns ?? counts.ended_ns)}`,
   ];

@@ -6,6 +6,7 @@ import { runOnce } from "./refresh.js";
 
 const DEFAULT_WEEKS = "12";
 const HEADS = ["Runs", "Rank-hours", "Lost", "Goodput", "Largest loss"];
+const MIN_SHARE = 0.0005; // A smaller share would be written as 0.0 %.
 const NAMES = { host: "hosts", tag: "tags", torch: "versions" };
 
 const percent = (share, digits = 0) => `${(100 * share).toFixed(digits)} %`;
@@ -38,7 +39,8 @@ const texts = (items) => items.map((text) => element("li", {}, text));
 function showSlowHosts({ slow_hosts, compared_runs, false_alarms }) {
   const found = slow_hosts.length ? "These are slow in different jobs" : "No host is slow in different jobs";
   const bound = `The probability of any false name within twelve weeks is at most ${percent(false_alarms)}.`;
-  const known = `${found}; the hosts of ${compared_runs} runs were compared. ${bound}`;
+  const runs = compared_runs === 1 ? "1 run" : `${compared_runs} runs`;
+  const known = `${found}; the hosts of ${runs} were compared. ${bound}`;
   byId("slow-note").textContent = compared_runs ? known : "Not known: no run has several hosts to compare.";
   byId("slow-hosts").replaceChildren(...texts(slow_hosts.map(({ text }) => text)));
 }
@@ -52,7 +54,8 @@ function show(fleet) {
   byId("no-regression").hidden = unknown || fleet.regressions.length > 0;
   byId("unknown-regression").hidden = !unknown;
   byId("regressions").replaceChildren(...texts(fleet.regressions.map(({ text }) => text)));
-  const causes = fleet.causes.map(({ title, hours: lost, share }) =>
+  const shown = fleet.causes.filter(({ share }) => share >= MIN_SHARE);
+  const causes = shown.map(({ title, hours: lost, share }) =>
     element("tr", {}, element("td", {}, title), number(hours(lost)), number(percent(share, 1))),
   );
   byId("causes").tBodies[0].replaceChildren(...causes);

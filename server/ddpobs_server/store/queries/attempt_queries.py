@@ -59,10 +59,14 @@ def attempt_begins(connection: Connection, run: str) -> dict[str, int]:
     query = select(c.attempt, c.wall_ns, c.monotonic_ns, c.account).where(c.run_id == run, c.rank == 0)
     begins: dict[str, int] = {}
     for attempt, wall_ns, monotonic_ns, body in connection.execute(query.where(c.account.is_not(None))):
-        account = _decode_account(body)
-        began_ns = account.imported_ns if account.started_ns is None else account.started_ns
-        begins[attempt] = min(begins.get(attempt, _NEVER_NS), wall_ns - monotonic_ns + began_ns)
+        begins[attempt] = min(begins.get(attempt, _NEVER_NS), process_began_ns(wall_ns, monotonic_ns, body))
     return begins
+
+
+def process_began_ns(wall_ns: int, monotonic_ns: int, account: bytes | str) -> int:
+    """Start of a process on its wall clock, as Unix time in ns, from its anchor and its encoded account."""
+    decoded = _decode_account(account)
+    return wall_ns - monotonic_ns + (decoded.imported_ns if decoded.started_ns is None else decoded.started_ns)
 
 
 def end_events(connection: Connection, run: str) -> list[tuple[str, int, wire.Event]]:
