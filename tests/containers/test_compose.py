@@ -59,7 +59,7 @@ def alerts(name: str) -> list[dict[str, str]]:
 
 
 def runs() -> set[str]:
-    return {run["name"] for run in httpx.get(f"{URL}/api/v1/runs", headers=BEARER).json()["runs"]}
+    return {run["run"] for run in httpx.get(f"{URL}/api/v1/runs", headers=BEARER).json()["runs"]}
 
 
 def test_a_crash_is_in_the_metrics_and_an_alert_and_everything_remains_after_a_restart(
