@@ -268,7 +268,7 @@ def send(number: int, address: Callable[[], str], load: Load) -> Sent:
             # The ranks are spread evenly over the period too.
             due = began + load.every_s * (seq + (index % len(ranks)) / len(ranks))
             time.sleep(max(0.0, due - time.monotonic()))
-        connection.put(f"/api/v1/runs/benchmark/sources/{rank:016x}/batches/{seq}", body)
+        connection.put(f"/api/v1/runs/{load.run_of(rank)}/sources/{rank:016x}/batches/{seq}", body)
         acknowledged_s.append(time.monotonic() - due)
     return Sent(len(keys) * load.steps * load.buckets, {"": acknowledged_s})
 
@@ -311,9 +311,9 @@ class _HttpConnection:
         self._complete = True
 
 
-def stored(address: str) -> int:
-    """Bucket spans in the collector's own sums."""
-    with urllib.request.urlopen(f"{address}/api/v1/runs/benchmark/buckets", timeout=60) as response:
+def stored(address: str, run: str = "benchmark") -> int:
+    """Bucket spans of a run in the collector's own sums."""
+    with urllib.request.urlopen(f"{address}/api/v1/runs/{run}/buckets", timeout=60) as response:
         return sum(bucket["steps"] for bucket in json.loads(response.read())["buckets"])
 
 

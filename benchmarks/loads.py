@@ -26,6 +26,7 @@ class Load:
         buckets: Bucket spans in a step.
         every_s: Seconds between a rank's batches; 0 sends each batch when the previous batch is acknowledged.
         clients: Sending processes.
+        runs: The runs, which take the ranks in turn.
     """
 
     ranks: int
@@ -34,6 +35,11 @@ class Load:
     buckets: int
     every_s: float
     clients: int
+    runs: tuple[str, ...] = ("benchmark",)
+
+    def run_of(self, rank: int) -> str:
+        """The run of a rank."""
+        return self.runs[rank % len(self.runs)]
 
     @property
     def spans(self) -> int:
@@ -64,7 +70,7 @@ def batch(load: Load, rank: int, seq: int) -> wire.Batch:
     launched = ready + random.integers(5, 60, shape) * 1000
     return wire.Batch(
         version=wire.VERSION,
-        run="benchmark",
+        run=load.run_of(rank),
         attempt=_ATTEMPT,
         source=f"{rank:016x}",
         seq=seq,

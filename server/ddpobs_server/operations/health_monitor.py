@@ -107,7 +107,6 @@ class HealthMonitor:
             skew_s = self._store.now_ns() / 1e9 - time.time()
             self._answer_s.set(time.monotonic() - began)
             self._skew_s.set(skew_s)
-            self._size.set(self._store.size_bytes())
             self._store.check_health()
             self._further_check()
             self._problem = None
@@ -124,10 +123,19 @@ class HealthMonitor:
             self._problem = f"the database does not accept a batch: {type(error).__name__}"
             _log.error("the database does not answer or accept a batch: %s: %s", type(error).__name__, error)
         self._checked_at = time.monotonic()
+        if self._problem is None:
+            self._measure_size()
         try:
             self._check_disk()
         except OSError as error:
             _log.error("the database's disk cannot be read: %s", error)
+
+    def _measure_size(self) -> None:
+        """Measure the database. While a cluster's node is away its size is unknown, but runs of other nodes go on."""
+        try:
+            self._size.set(self._store.size_bytes())
+        except Exception as error:
+            _log.warning("the database's size is unknown: %s", error)
 
     def _check_disk(self) -> None:
         if (folder := self._store.folder) is not None and folder.is_dir():

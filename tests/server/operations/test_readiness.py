@@ -12,6 +12,7 @@ import pytest
 from ddpobs_server.app import create_app
 from ddpobs_server.operations import self_check
 from ddpobs_server.settings import Settings
+from ddpobs_server.store import Store, UnavailableError
 
 from benchmarks.rig import patience
 from benchmarks.rig.collector import collector
@@ -63,6 +64,15 @@ def test_readiness_and_the_metric_agree_with_ingest(tmp_path: Path, reason: str)
         assert_problem(put(url, batch("run", steps=steps(0, 2))), status)
         patience.until(lambda: metrics(url)("database_up") == 0)
         assert_problem(httpx.get(f"{url}/readyz"), 503)
+
+
+def test_a_collector_is_ready_while_a_clusters_size_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Store) -> int:
+        raise UnavailableError("could not connect to 10.0.0.2:5432 to get size of relation", full=False)
+
+    monkeypatch.setattr(Store, "size_bytes", refuse)
+    with served(create_app(Settings(database_url=f"sqlite:///{tmp_path}/runs.db"))) as (host, port):
+        assert httpx.get(f"http://{host}:{port}/readyz").status_code == 200
 
 
 def test_with_too_little_space_reads_and_scrapes_go_on_and_check_fails(tmp_path: Path) -> None:
