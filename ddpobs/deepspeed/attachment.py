@@ -24,7 +24,6 @@ from ddpobs.deepspeed.rows import GATHER, GATHER_AGAIN, GATHER_UPDATED, MAX_ROWS
 from ddpobs.errors import DdpobsError
 from ddpobs.never_raises import goes_on_without, never_raises
 from ddpobs.observers import ModuleObserver
-from ddpobs.torch_seam.interpreter_exit import rest_at_exit, stay_in_interpreter
 from ddpobs.torch_seam.modes import unseen
 from ddpobs.torch_seam.patching import skip_in_dynamo
 
@@ -94,7 +93,6 @@ class EngineAttachment:
     @unseen
     def __init__(self, engine: Any, recorder: ModuleObserver) -> None:
         self._engine, self._recorder, self._now = weakref.ref(engine), recorder, recorder.now
-        rest_at_exit()
         names = {id(each): (place, name) for place, (name, each) in enumerate(engine.module.named_parameters())}
         self._rows = Rows(names)
         self._phase = ""
@@ -258,7 +256,10 @@ class EngineAttachment:
 
 
 class StampedWork:
-    """A collective that DeepSpeed waits for later; the wait is stamped.
+    """A collective that DeepSpeed waits for later; the end of the wait counts as its completion.
+
+    A callback of its future would stamp the completion itself. Scripts for DeepSpeed keep their process group until
+    the exit, and with such callbacks on gloo's threads the interpreter did not end.
 
     Args:
         work: Torch's work.
@@ -272,8 +273,6 @@ class StampedWork:
     def __init__(self, work: Any, transfer: Stamped, recorder: ModuleObserver) -> None:
         self._work, self._transfer, self._recorder = work, transfer, recorder
         self.row = transfer.row
-        if isinstance(transfer, Transfer):
-            _follow(work, transfer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
@@ -287,19 +286,6 @@ class StampedWork:
         finally:
             self._recorder.own_wait(None)
             self._transfer.wait_ended()
-
-
-@never_raises
-def _follow(work: Any, transfer: Transfer) -> None:
-    """Stamp the completion of a work; not every one has a future."""
-    if not isinstance(work, dist.Work):
-        return
-
-    def stamp(_: Any) -> None:
-        transfer.wait_ended()
-        stay_in_interpreter()
-
-    work.get_future().add_done_callback(stamp)
 
 
 def _size(argument: Any) -> tuple[int, str]:

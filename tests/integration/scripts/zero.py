@@ -1,6 +1,7 @@
 """Trains with DeepSpeed: `zero.py STAGE [FAULT] [STEPS]`. The faults are real work, or a real wait, on rank 1.
 
-`slow-backward` works longer in the backward of the second block. In step 5 `hang` stops before the forward.
+`slow-backward` works longer in the backward of the second block. In step 5 `hang` stops before the forward. The process
+group is left to the exit, as by scripts for DeepSpeed.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from torch import nn
 
 STAGE, FAULT, STEPS = int(sys.argv[1]), [*sys.argv[2:], ""][0], int([*sys.argv[3:], "60"][0])
 WIDTH, ROWS, FAULTY_STEP = 96, 64, 5
+DIVIDED = {"stage3_param_persistence_threshold": 0}
 CONFIG = {
     "train_micro_batch_size_per_gpu": ROWS,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-    "zero_optimization": {"stage": STAGE, "reduce_bucket_size": 2 * WIDTH * WIDTH},
+    "zero_optimization": {"stage": STAGE, "reduce_bucket_size": 2 * WIDTH * WIDTH, **DIVIDED},
 }
 
 
@@ -69,7 +71,6 @@ def main() -> None:
         batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(2 * step + rank))
         engine.backward(engine(batch).pow(2).mean())
         engine.step()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
