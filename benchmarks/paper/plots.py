@@ -1,9 +1,10 @@
 """Draw each experiment's newest results, with the claims of the sources, readable in black and white.
 
-    python -m benchmarks.paper.plots [--results benchmarks/results/paper] [--out docs/pictures]
+    python -m benchmarks.paper.plots [buckets …] [--results benchmarks/results/paper] [--out docs/pictures]
 
 A box has the quartiles of all steps, its line the median, its whiskers the 5th and 95th percentile. `breakdown` has
-bars of medians instead. A hatched band is a claim: the range of step times that agrees with it.
+bars of medians instead, `convergence` lines of losses. A hatched band is a claim: the range of step times that agrees
+with it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 
 from benchmarks.models import MODELS
 from benchmarks.paper.experiments import EXPERIMENTS, Experiment
+from benchmarks.paper.loss_plot import draw_losses
 from benchmarks.paper.tables import BACKWARD, FORWARD, OPTIMIZER, Launches, batch_s, medians_s
 from benchmarks.source import ROOT
 
@@ -105,13 +107,14 @@ def _claims(axes: Axes, experiment: Experiment, model: str, found: dict[str, Lau
 def main() -> None:
     """Draw all experiments that have results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="experiments; default: all that have results")
     parser.add_argument("--results", type=Path, default=_RESULTS)
     parser.add_argument("--out", type=Path, default=_PICTURES)
     options = parser.parse_args()
-    for name in EXPERIMENTS:
+    for name, drawn in {**dict.fromkeys(EXPERIMENTS, draw), "convergence": draw_losses}.items():
         files = sorted(options.results.glob(f"{name}-20*.json"))
-        if files:
-            draw(json.loads(files[-1].read_text()), options.out / f"paper-{name}.svg")
+        if files and name in (options.names or [name]):
+            drawn(json.loads(files[-1].read_text()), options.out / f"paper-{name}.svg")
             print(f"paper-{name}.svg")
 
 
