@@ -58,7 +58,7 @@ def claims(found: Found) -> str:
         else:
             verdict = "does not hold here" if measured.high < low or measured.low > high else "open"
         rows.append([source, f"digits, {batch}", f"{title}: {measured}", verdict])
-        for name in _FEWER_BITS:
+        for name in [name for name in _FEWER_BITS if name in trainings]:
             cell = f"{name}: {against_first(trainings, name)}"
             rows.append(["6.2.3: fewer bits (no figure is claimed)", f"digits, {batch}", cell, ""])
     return rows_of(["claim", "measured with", f"last loss, of {_FIRST}", ""], rows)
