@@ -67,41 +67,34 @@ def test_a_plot_has_its_axes_variants_and_claims(experiment: str, tmp_path: Path
     assert [text for text in shown if text not in drawn] == []
 
 
-def losses(every_8: dict[str, float]) -> dict[str, Any]:
-    """Two seeds of each training that end with a loss of 1, or with that of `every 8` by batch."""
-    titles = [training.title for training in convergence.TRAININGS]
+def losses(every_8: dict[int, float]) -> dict[str, Any]:
+    """Two seeds of each training that end with a loss of 1 and 1.1, or with that times that of `every 8` by batch."""
+
+    def result(batch: int, title: str, end: float) -> dict[str, Any]:
+        return {"loss": [2.0, 1.5, 1.2, end * (every_8[batch] if title == "every 8" else 1.0)], "read": 0.9}
+
     return {
-        "found": {
-            batch: {
-                title: [
-                    {"loss": [2.0, 1.5, 1.2, end * (every_8[batch] if title == "every 8" else 1.0)], "read": 0.9}
-                    for end in (1.0, 1.1)
-                ]
-                for title in titles
-            }
-            for batch in ("batch 8", "batch 256")
-        }
+        f"batch {batch}": {each.title: [result(batch, each.title, end) for end in (1.0, 1.1)] for each in trainings}
+        for batch, trainings in convergence.TRAININGS.items()
     }
 
 
 def test_convergence_is_judged_by_the_last_losses() -> None:
-    small, large = [
-        row for row in convergence.claims(losses({"batch 8": 1.05, "batch 256": 1.3})).splitlines() if "11" in row
-    ]
+    rows = loss_tables.claims(losses({8: 1.05, 256: 1.3})).splitlines()
+    small, large = [row for row in rows if "figure 11" in row]
     assert small.endswith("| every 8: 1.050 [1.050, 1.050] | holds |")
     assert large.endswith("| every 8: 1.300 [1.300, 1.300] | holds |")
-    slow = loss_tables.claims(losses({"batch 8": 1.2, "batch 256": 0.9})["found"])
-    assert slow.count("does not hold here") == 2
+    assert loss_tables.claims(losses({8: 1.2, 256: 0.9})).count("does not hold here") == 2
 
 
 def test_the_plot_of_losses_has_its_axes_and_trainings(tmp_path: Path) -> None:
     import matplotlib
 
     with matplotlib.rc_context({"svg.fonttype": "none"}):
-        draw_losses(losses({"batch 8": 1.0, "batch 256": 1.0}), tmp_path / "plot.svg")
+        draw_losses({"found": losses({8: 1.0, 256: 1.0})}, tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
     shown = ["iteration, a batch on each rank", "training loss", "batch 8, learning rate 0.02", "claim 11 (b)"]
-    shown += [training.title for training in convergence.TRAININGS]
+    shown += [training.title for training in convergence.TRAININGS[8]]
     assert [text for text in shown if text not in drawn] == []
 
 
@@ -110,10 +103,11 @@ def test_the_plot_of_losses_has_its_axes_and_trainings(tmp_path: Path) -> None:
 def test_convergence_trains_each_way_with_each_seed(tmp_path: Path) -> None:
     run("paper/convergence", "--json", str(tmp_path / "results.json"))
     found = json.loads((tmp_path / "results.json").read_text())["found"]
-    counts = {
-        (batch, title): len(results) for batch, trainings in found.items() for title, results in trainings.items()
+    counts = {batch: {title: len(each) for title, each in trainings.items()} for batch, trainings in found.items()}
+    assert counts == {
+        f"batch {batch}": {training.title: 2 for training in trainings}
+        for batch, trainings in convergence.TRAININGS.items()
     }
-    assert counts == {(f"batch {b}", each.title): 2 for b in convergence.RATES for each in convergence.TRAININGS}
 
 
 @pytest.mark.wide
