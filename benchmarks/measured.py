@@ -23,7 +23,7 @@ from benchmarks.models import MODELS
 from benchmarks.pairs import Ratio, ratio
 from benchmarks.paper import losses
 from benchmarks.paper.experiments import EXPERIMENTS
-from benchmarks.paper.tables import claims
+from benchmarks.paper.tables import claims, memory
 from benchmarks.tables import compare, rows_of
 from benchmarks.whatif import __main__ as whatif
 
@@ -355,6 +355,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "diagnosis-sums": lambda: _diagnosis(1),
     "diagnosis-alarms": lambda: _diagnosis(2),
     **{f"paper-{experiment}": partial(_paper, experiment) for experiment in EXPERIMENTS},
+    "paper-memory": lambda: memory(newest("paper/unused")),
     "paper-convergence": lambda: losses.claims(newest("paper/convergence")["found"]),
 }
 

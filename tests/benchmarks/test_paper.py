@@ -14,7 +14,7 @@ from benchmarks.paper import losses as loss_tables
 from benchmarks.paper.experiments import EXPERIMENTS, Claim
 from benchmarks.paper.loss_plot import draw_losses
 from benchmarks.paper.plots import draw
-from benchmarks.paper.tables import claims, table, verdict
+from benchmarks.paper.tables import claims, memory, table, verdict
 from tests.support.integration.tools import need
 from tests.support.smoke import LIMIT_S, run
 
@@ -50,6 +50,15 @@ def test_a_batch_is_its_share_of_a_step() -> None:
     found = results("accumulation", {"every 8": 4.0})
     assert "| every 8 | 0.0 | 4000.0 | 0.0 | 500.0 | 0.500 [0.500, 0.500] | 100 | 2 |" in table(found)
     assert claims(found).splitlines()[-1].endswith("| every 8: 0.500 [0.500, 0.500] | holds |")
+
+
+def test_memory_is_compared_with_the_same_ddp_without_the_flag() -> None:
+    found = results("unused", {})
+    for launch in found["settings"]["tiny, 1gbit"]["torch, finds unused"]:
+        launch["peak_mb"] = 112.0
+    torch, ours = memory(found).splitlines()[2:]
+    assert torch.endswith("| torch: 1.120 [1.120, 1.120] | holds |")
+    assert ours.endswith("| ours: 1.000 [1.000, 1.000] | does not hold here |")
 
 
 @pytest.mark.parametrize("experiment", ["breakdown", "buckets"])
