@@ -45,30 +45,31 @@ class _Fleet:
     def add(self, run: str, totals: Sequence[HostTotal]) -> None:
         """Add the totals of a run."""
         for _, of_attempt in groupby(totals, key=lambda total: total.attempt):
-            attempt = list(of_attempt)
-            for total in attempt:
-                self._add_total(run, total)
-            self._add_losses(attempt)
+            self._add_attempt(run, list(of_attempt))
 
-    def _add_total(self, run: str, total: HostTotal) -> None:
-        shares = list(week_shares(total.began_ns, total.wall_ns, self._weeks))
+    def _add_attempt(self, run: str, totals: Sequence[HostTotal]) -> None:
+        """Add an attempt. Its time, its tags and its version of torch are the same on all hosts."""
+        first, parts = totals[0], _parts_of(totals)
+        keys = [("torch", first.torch), *(("tag", tag) for tag in first.tags)]
+        shares = list(week_shares(first.began_ns, first.wall_ns, self._weeks))
         for week, share in shares:
-            self.by_week[week].add(run, total.parts, share)
+            self.by_week[week].add(run, parts, share)
         if share := sum(share for _, share in shares):
-            self.total.add(run, total.parts, share)
-            for key in _keys(total):
-                self.groups[key].add(run, total.parts, share)
+            self.total.add(run, parts, share)
+            for key in keys:
+                self.groups[key].add(run, parts, share)
+            for total in totals:
+                self.groups["host", total.host].add(run, total.parts, share)
+        self._add_loss(week_of(first.began_ns), parts, [_ALL, *keys, *(("host", total.host) for total in totals)])
 
-    def _add_losses(self, attempt: Sequence[HostTotal]) -> None:
+    def _add_loss(self, week: int, parts: Mapping[str, float], keys: Iterable[_Key]) -> None:
         """Add an attempt's loss to all of its groups, as far as its time is known."""
-        week = week_of(attempt[0].began_ns)
-        if not self._weeks[0] <= week <= self._weeks[1]:
-            return
-        known = [{part: ns for part, ns in total.parts.items() if part != "not_known"} for total in attempt]
-        rank_ns = sum(sum(parts.values()) for parts in known)
-        lost_ns = sum(ns for parts in known for part, ns in parts.items() if is_lost(part))
-        for key in {_ALL, *(key for total in attempt for key in _keys(total))}:
-            self.losses[key].append(Loss(week, rank_ns, lost_ns))
+        if self._weeks[0] <= week <= self._weeks[1]:
+            not_known_ns = parts.get("not_known", 0.0)  # It counts as lost elsewhere.
+            lost_ns = sum(ns for part, ns in parts.items() if is_lost(part)) - not_known_ns
+            loss = Loss(week, sum(parts.values()) - not_known_ns, lost_ns)
+            for key in keys:
+                self.losses[key].append(loss)
 
 
 def fleet_json(store: Store, workspace: str, weeks: int, now_ns: int, tag: str | None = None) -> dict[str, Any]:
@@ -131,11 +132,13 @@ class _Limits:
             yield run, total
 
 
-def _keys(total: HostTotal) -> Iterator[_Key]:
-    yield "host", total.host
-    yield "torch", total.torch
-    for tag in total.tags:
-        yield "tag", tag
+def _parts_of(totals: Sequence[HostTotal]) -> dict[str, float]:
+    """Return the sums of some hosts by part; another version of the collector may have stored other parts."""
+    sums = dict(totals[0].parts)
+    for total in totals[1:]:
+        for part, ns in total.parts.items():
+            sums[part] = sums.get(part, 0.0) + ns
+    return sums
 
 
 def _table(groups: Mapping[_Key, Sum], kind: str) -> tuple[list[dict[str, Any]], int]:
