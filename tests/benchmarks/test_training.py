@@ -79,3 +79,12 @@ def test_whatif_predicts_each_setting_from_one_and_measures_it(tmp_path: Path) -
     assert len(results["rows"]) == 8
     assert all(row["measured_ns"] > 0 for row in results["rows"])
     assert "\n| all | " in output
+
+
+def test_dropped_layers_are_compared_with_a_search_for_unused_parameters() -> None:
+    output = run("dropping")
+    assert (
+        "| ours, drops / torch, finds unused | ours, drops / ours, finds unused | ours, drops / ours, drops nothing |"
+        in output
+    )
+    assert "\n| 400 tiny parameters | loopback | " in output
