@@ -22,7 +22,7 @@ from ddpobs.wire import printable
 from ddpobs.wire.states import RUN_STATES
 
 _TITLES = ("run", "state", "ranks", "steps", "started (UTC)", "worst finding")
-_STATE, _WORST = _TITLES.index("state"), _TITLES.index("worst finding")
+_STATE, _STARTED, _WORST = (_TITLES.index(title) for title in ("state", "started (UTC)", "worst finding"))
 _DIAGNOSES_S = 3.0
 """Maximum time that the list waits for diagnoses."""
 
@@ -83,14 +83,24 @@ def _row(run: dict[str, Any]) -> list[str]:
 
 
 def _table(rows: list[list[str]], severities: list[str]) -> list[str]:
-    """Aligned lines; the last column is cut at the terminal's width, and has the colour of its severity."""
+    """Aligned lines; the last column is cut at the terminal's width, and has the colour of its severity.
+
+    A terminal that is too narrow shows no start: the runs are in its order.
+    """
     widths = [max(map(len, column)) for column in zip(_TITLES, *rows, strict=True)]
     room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    widths[-1] = max(len(_TITLES[-1]), min(widths[-1], room - sum(widths[:-1]) - 2 * (len(widths) - 1)))
+    if sum(widths) + 2 * (len(widths) - 1) > room:
+        widths[_STARTED] = 0
+    others = sum(width + 2 for width in widths[:-1] if width)
+    widths[-1] = max(len(_TITLES[-1]), min(widths[-1], room - others))
     lines = []
     for row, severity in zip(([*_TITLES], *rows), ("", *severities), strict=True):
-        cells = [f"{cell[:width]:{width}}" for cell, width in zip(row, widths, strict=True)]
+        cells = [f"{_cut(cell, width):{width}}" for cell, width in zip(row, widths, strict=True)]
         cells[_STATE] = coloured(cells[_STATE], row[_STATE])
         cells[_WORST] = coloured(cells[_WORST].rstrip(), severity) if severity else cells[_WORST].rstrip()
-        lines.append("  ".join(cells))
+        lines.append("  ".join(cell for cell, width in zip(cells, widths, strict=True) if width))
     return lines
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: max(0, width - 1)]}…"

@@ -68,7 +68,7 @@ class End:
 
     @property
     def place(self) -> str:
-        """Where it ended: `in your loop in step 5 (train.py:9)`, `in forward of step 6`, `in init_process_group`."""
+        """Where it ended: `in your loop after backward of step 5 (train.py:9)`, `in forward of step 6`."""
         line, phase = f" ({self.line})" if self.line else "", self.facts.phase
         if self.facts.stage == "start" and self.kind != "failed":
             return "before its training began"
@@ -76,8 +76,9 @@ class End:
             return f"{_STAGES.get(self.facts.stage, _STAGES['start'])}{line}"
         if phase == "other" and self.step == self.facts.synchronised == 0:
             return f"before its first backward{line}"
-        if phase == "other":
-            return f"in your loop in step {self.step}{line}"
+        if phase == "other":  # After its backward, the rank may be on its way to the next step.
+            begun = self.facts.synchronised > self.step
+            return f"in your loop {'after backward of' if begun else 'in'} step {self.step}{line}"
         phase = phase.replace("exposed_comm", "exposed communication")
         return f"in {phase} of step {self.step}{line}" if phase else f"in step {self.step}{line}"
 

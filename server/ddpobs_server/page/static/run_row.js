@@ -48,7 +48,8 @@ export class RunRow {
     this.link.href = `${root}/runs/${encodeURIComponent(run.run)}`;
     this.link.textContent = run.run;
     this.#fill(this.labels, [run.tags, run.note], () => labelsOf(run));
-    this.facts.textContent = `${run.ranks} of ${run.world_size} ranks${run.host ? ` on ${run.host}` : ""}`;
+    const host = run.host ? `, the first on ${run.host}` : "";
+    this.facts.textContent = `${run.ranks} of ${run.world_size} ranks${host}`;
     const state = element("span", { class: `state ${run.state}` }, run.state);
     this.cells.state.replaceChildren(state, element("span", { class: "muted seen" }, ago(run.last_seen_ns)));
   }

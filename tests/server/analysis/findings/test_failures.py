@@ -167,6 +167,10 @@ def test_a_crash_names_the_users_line_and_the_first_sentence_of_its_error() -> N
     assert finding.verdict == "Rank 1 failed in your loop in step 6 (loop.py:9)"
     assert (finding.cause, finding.where) == ("ValueError: loss is nan", "outside of the phases, called at train.py:31")
     assert "The other ranks" not in finding.remedy
+    error = failed(1, "ValueError", "no file", 6, phase="other", place="loop.py:9", synchronised=error[1].step + 1)
+    assert only(crash(evidence(events=[error]))).verdict == (
+        "Rank 1 failed in your loop after backward of step 6 (loop.py:9)"
+    )
     first = failed(1, "ValueError", "no file", 6, phase="other", place="train.py:7", synchronised=0)
     first = 1, msgspec.structs.replace(first[1], step=0)
     assert only(crash(evidence(events=[first]))).verdict == "Rank 1 failed before its first backward (train.py:7)"
