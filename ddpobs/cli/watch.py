@@ -90,7 +90,7 @@ class _Look:
         self.summary = ""
 
     def refreshed(self, run: dict[str, Any], ranks: list[dict[str, Any]], diagnosis: dict[str, Any]) -> _Look:
-        """Take in the collector's responses."""
+        """Take in the collector's responses on the run, its ranks and its diagnosis."""
         self.steps, self.state = run["steps"], run["state"]
         self.run, self.ranks = run, ranks
         self.findings, self.summary = shown_findings(diagnosis), diagnosis["summary"]
