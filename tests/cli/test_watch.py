@@ -61,9 +61,8 @@ def test_watch_waits_for_a_run_that_has_not_reported(monkeypatch: pytest.MonkeyP
 def test_a_narrow_terminal_shows_the_own_time_alone() -> None:
     rank = {"rank": 0, "host": "vm", "state": "running", "last_step": 3, "pulse": None, "own_ns": 2_500_000}
     rank["phases_ns"] = {"forward": 1_000_000, "backward": 1_500_000}
-    look = watching._Look().refreshed(
-        {"run": "r", "state": "running", "steps": 3}, [rank], {"findings": [], "summary": "Balanced."}
-    )
+    diagnosis: Any = {"findings": [], "summary": "Balanced."}
+    look = watching._Look().refreshed({"run": "r", "state": "running", "steps": 3}, [rank], diagnosis)
     for columns, shown in (80, False), (140, True):
         console = Console(width=columns, record=True, file=io.StringIO())
         console.print(look.screen(columns))
@@ -78,7 +77,7 @@ def test_watch_shows_the_parts_of_the_worst_finding_and_the_verdicts_of_the_next
         {"severity": "critical", "verdict": "Rank 3 is [slow]", "cause": "its host", "remedy": "Look.", "gain": None},
         {"severity": "info", "verdict": "Data is late", "remedy": "Add workers.", "gain": None},
     ]
-    diagnosis = {"findings": [{"code": "input-bound"} | finding for finding in findings], "summary": ""}
+    diagnosis: Any = {"findings": [{"code": "input-bound"} | finding for finding in findings], "summary": ""}
     look = watching._Look().refreshed({"run": "r", "state": "running", "steps": 3}, [], diagnosis)
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(look.screen(100))
