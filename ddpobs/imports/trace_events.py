@@ -28,7 +28,7 @@ try:
 except ImportError:  # It has no wheel for this processor.
     _GzipFile, _DeflateError = gzip.GzipFile, zlib.error
 
-_PIECE_BYTES = 128 * 2**10
+_PIECE_BYTES = 64 * 2**10
 """Much larger pieces are read more slowly: their events do not fit into a processor's cache."""
 _MAX_READ_BYTES = 4 * 2**20
 _MAX_HEADER_BYTES = 16 * 2**20
@@ -119,7 +119,7 @@ class TraceEvents(Generic[Event]):
             following = text[end + 1 : end + 65].lstrip()
             if following[:1] == b"," and following[1:].lstrip()[:1] == b"{":
                 try:
-                    events = self._decoder.decode(b"[" + text[: end + 1] + b"]")
+                    events = self._decoder.decode(b"".join((b"[", memoryview(text)[: end + 1], b"]")))
                 except msgspec.ValidationError as error:
                     raise self._wrong_event(error) from None
                 except (msgspec.DecodeError, RecursionError):
