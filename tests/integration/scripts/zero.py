@@ -65,6 +65,10 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(slow=FAULT == "slow-backward" and rank == 1 and index == 1) for index in range(3)))
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
+    if "ATTACH" in os.environ:
+        import ddpobs
+
+        ddpobs.attach(engine, telemetry=None)
     for step in range(STEPS):
         if FAULT == "hang" and rank == 1 and step == FAULTY_STEP:
             time.sleep(3600)
