@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -16,7 +17,7 @@ import httpx
 import yaml
 
 from benchmarks.rig import patience
-from benchmarks.rig.containers import collector_image, docker
+from benchmarks.rig.containers import WHEELS, collector_image, docker
 from benchmarks.rig.training import ROOT
 from tests.support.containers import need_images, state
 from tests.support.integration.tools import need
@@ -101,8 +102,11 @@ def stack(file: str, folder: Path) -> Iterator[Stack]:
     program = ["docker", "compose"] if has_plugin else [need("docker-compose", "docker-compose")]
     options = ["--project-name", f"ddpobs{secrets.token_hex(4)}", "--file", str(ROOT / file), "--file", str(override)]
     started = Stack([*program, *options], names)
-    try:
-        started.up()
-        yield started
-    finally:
-        started.compose("down", "--volumes", "--timeout=1", "--remove-orphans")
+    # Both files publish port 8321: one at a time.
+    with (WHEELS / ".compose-lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            started.up()
+            yield started
+        finally:
+            started.compose("down", "--volumes", "--timeout=1", "--remove-orphans")
