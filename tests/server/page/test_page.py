@@ -35,6 +35,28 @@ def test_the_list_shows_the_run_and_its_worst_finding(browser: Any, url: str) ->
     assert all(address.startswith(url) for address in visit.requests)
 
 
+def test_the_list_sums_up_a_diagnosis_as_the_collector_does(browser: Any, tmp_path: Path) -> None:
+    script = """async () => {
+      const { diagnose, readRuns, state } = await import("/static/runs_state.js");
+      await readRuns();
+      const runs = [...state.runs.values()];
+      for (const run of runs) run.diagnosis = null;
+      await diagnose(runs, () => null);
+      return Object.fromEntries(runs.map(({ run, diagnosis }) => [run, diagnosis]));
+    }"""
+    with collector(tmp_path, lost_after_s=3600, stalled_after_s=3600) as running:
+        for rank in range(2):
+            put(running.url, batch("slow", rank, slow=rank == 1, host="node"))
+            put(running.url, batches.batch("short", rank=rank, steps=batches.steps(0, 3)))
+        made = Visit(browser, f"{running.url}/fleet").page.evaluate(script)
+        listed = httpx.get(f"{running.url}/api/v1/runs").json()["runs"]
+    for name in ("summary", "worst", "severity", "code", "findings"):
+        shown = {run: diagnosis[name] for run, diagnosis in made.items()}
+        assert shown == {run["run"]: run["diagnosis"][name] for run in listed}, name
+    assert made["short"]["summary"].startswith("Too ")
+    assert made["slow"]["worst"] == "Rank 1 is slow in backward"
+
+
 def test_the_page_prints_quantities_as_the_collector_does(browser: Any, url: str) -> None:
     times = [0, 400, 340_000, 3 * 10**7, 131_400_000, 999_600_000, 125 * 10**9, 12_000 * 10**9, 187_200 * 10**9]
     visit = Visit(browser, url)

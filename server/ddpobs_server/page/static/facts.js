@@ -122,10 +122,9 @@ function listed(names) {
 }
 
 export function showSettings({ hello }) {
-  byId("settings").hidden = !hello;
-  if (!hello) return;
-  const facts = { backend: hello.backend, device: hello.device, ...hello.versions, ...hello.settings };
-  const known = Object.entries(facts).filter(([, value]) => value !== "");
+  const facts = { backend: hello?.backend, device: hello?.device, ...hello?.versions, ...hello?.settings };
+  const known = Object.entries(facts).filter(([, value]) => value !== undefined && value !== "");
+  byId("settings").hidden = known.length === 0;
   const rows = known.map(([name, value]) => [name.replaceAll("_", " "), short(value)]);
   renew(byId("settings").querySelector("dl"), ...factRows(rows));
 }

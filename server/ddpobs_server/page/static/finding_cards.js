@@ -3,16 +3,13 @@
 import { root } from "./api.js";
 import { element, factRows, renew } from "./elements.js";
 import { evidence, stacks, stepsText } from "./evidence.js";
-import { findingLines, severityMark } from "./finding_parts.js";
-
-// Findings that are no card: "Where the time went" states them. As `ddpobs.shared.words.STATED_ELSEWHERE`.
-const STATED_ELSEWHERE = ["scaling-loss"];
+import { findingLines, isShown, severityMark } from "./finding_parts.js";
 
 export function showFindings(section, { findings, missing, summary }, keys, chosen, select) {
   const open = new Set([...section.querySelectorAll("details[open]")].map((details) => details.dataset.key));
   const cards = findings
     .map((finding, index) => [finding, keys[index]])
-    .filter(([{ code }]) => !STATED_ELSEWHERE.includes(code))
+    .filter(([finding]) => isShown(finding))
     .map(([finding, key]) => card(finding, key, key === chosen, open, select));
   if (!cards.length) cards.push(element("article", { class: "finding" }, element("h2", {}, summary)));
   if (missing.length) cards.push(notJudged(missing, open));

@@ -6,6 +6,13 @@ import { element } from "./elements.js";
 const LABELS = { measure: "measure", when: "when", cause: "cause", where: "where", remedy: "do", gain: "saves" };
 const MARKS = { critical: "●", warning: "◐", info: "○" };
 
+// Findings that are not shown as such: "Where the time went" states them. As `ddpobs.shared.words.STATED_ELSEWHERE`.
+const STATED_ELSEWHERE = ["scaling-loss"];
+
+export function isShown({ code }) {
+  return !STATED_ELSEWHERE.includes(code);
+}
+
 // The parts below the verdict, each with its label; empty parts are left out.
 export function findingLines(finding) {
   const parts = { ...finding, gain: finding.gain?.text };

@@ -1,6 +1,7 @@
 // The state of the list of runs, and the reads that keep it up to date.
 
 import { get } from "./api.js";
+import { isShown } from "./finding_parts.js";
 
 const PAGE_LIMIT = 500;
 const MAX_RUNS = 5000;
@@ -68,8 +69,9 @@ export async function diagnose(wanted, show) {
 async function readDiagnosis(run) {
   const response = await get(`/runs/${encodeURIComponent(run)}/diagnostics`).catch(() => null);
   if (!response) return null;
-  const { findings, missing, goodput } = response;
+  const { summary, missing, goodput } = response;
+  const findings = response.findings.filter(isShown);
   const { verdict: worst = null, severity = null, code = null, gain = null } = findings[0] ?? {};
   const counts = { findings: findings.length, missing: missing.length };
-  return { worst, severity, code, gain, goodput, ...counts, current: true };
+  return { summary, worst, severity, code, gain, goodput, ...counts, current: true };
 }
