@@ -101,7 +101,8 @@ def test_a_run_without_steps_is_too_early_to_judge(browser: Any, tmp_path: Path)
             visit.page.locator("#runs td").get_by_text("Too early: 32 steps are needed, 0 are there.").wait_for()
         visit.page.get_by_role("link", name="begun").click()
         visit.page.get_by_role("heading", name="Too early: 32 steps are needed, 0 are there.").wait_for()
-        visit.page.get_by_text("No data of step 0 is stored.").wait_for()
+        settle(visit)
+        expect(visit.page.locator("#selected")).to_be_hidden()
 
 
 @pytest.mark.parametrize(
