@@ -173,7 +173,7 @@ def table(found: Figures) -> str:
     rows = [
         [load, target, *(f"{results[name]:,.0f}" for name in names)]
         for load, by_target in found.items()
-        for target, results in by_target.items()
+        for target, results in sorted(by_target.items(), reverse=True)
     ]
     return tables.rows_of(["load", "database", *names.values()], rows)
 
