@@ -115,7 +115,8 @@ function showAnswer(response, isChange) {
 
 function sentence({ now, missing }, found, isChange) {
   if (!now) return `Not known, because ${missing.join("; ")}.`;
-  if (!isChange) return `A ${unit(now)} takes ${milliseconds(now.step_ns)}. Move a slider to predict it after a change.`;
+  if (!isChange)
+    return `A ${unit(now)} takes ${milliseconds(now.step_ns)}. Move a slider to predict it after a change.`;
   if (found.refused) return `${found.change}: not known, because ${found.refused}.`;
   const { step_ns: step, low_ns: low, high_ns: high, words } = found.prediction;
   return `${found.change}: ${milliseconds(step)} a ${unit(found.prediction)} (${milliseconds(low)} to ${milliseconds(high)}); ${words}.`;
