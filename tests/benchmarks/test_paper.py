@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.pairs import Ratio
-from benchmarks.paper import convergence
+from benchmarks.paper import convergence, order
 from benchmarks.paper import losses as loss_tables
 from benchmarks.paper.experiments import EXPERIMENTS, Claim
 from benchmarks.paper.loss_plot import draw_losses
@@ -59,6 +59,21 @@ def test_memory_is_compared_with_the_same_ddp_without_the_flag() -> None:
     torch, ours = memory(found).splitlines()[2:]
     assert torch.endswith("| torch: 1.120 [1.120, 1.120] | holds |")
     assert ours.endswith("| ours: 1.000 [1.000, 1.000] | does not hold here |")
+
+
+def test_a_bucket_is_complete_when_its_last_gradient_and_the_buckets_before_it_are() -> None:
+    sizes = [2**20] * 4
+    registered, rebuilt = (order.filled(each, sizes) for each in ([3, 2, 1, 0], [0, 1, 2, 3]))
+    assert registered == [[3], [2, 1, 0]]
+    assert order.complete(rebuilt, [0, 1, 2, 3], sizes) == (0.25 + 1) / 2
+    assert order.complete(registered, [0, 1, 2, 3], sizes) == 1
+
+
+def test_the_order_of_branches_follows_the_data_and_that_of_layers_their_registration() -> None:
+    branches, layers = (order.judged(order.CASES[name], 6) for name in ("branches", "wide"))
+    assert branches["orders"] > 1
+    assert branches["rebuilt"] < branches["registered"]
+    assert (layers["orders"], layers["elsewhere"], layers["rebuilt"]) == (1, 0.0, layers["registered"])
 
 
 @pytest.mark.parametrize("experiment", ["breakdown", "buckets"])
