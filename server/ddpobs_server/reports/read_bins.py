@@ -152,7 +152,8 @@ def unix_times(bins: StepBins, sources: list[Source]) -> StepBins:
     offsets = {source.rank: source.anchor.wall_ns - source.anchor.monotonic_ns for source in sources}
     if not offsets:
         return bins
-    offset = np.array([offsets.get(rank, offsets[min(offsets)]) for rank in bins.column("rank").tolist()], np.int64)
+    of_all = offsets[min(offsets)]
+    offset = np.array([offsets.get(rank, of_all) for rank in bins.column("rank").tolist()], np.int64)
     table = bins.table.copy()
     for name in ("began_ns", "ended_ns"):
         table[NAMES.index(name)] += offset

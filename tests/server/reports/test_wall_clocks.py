@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
+import numpy as np
+from ddpobs_server.analysis.steps.step_bins import NAMES, StepBins
+from ddpobs_server.reports.read_bins import unix_times
 from ddpobs_server.store import Arrival, Store
 
 from ddpobs import wire
@@ -37,3 +41,20 @@ def test_a_ranks_clock_is_its_latest_anchor_although_older_ones_arrive_from_a_sp
     assert (source.anchor.wall_ns, source.anchor.monotonic_ns, source.last_step) == (HOUR_NS, 20, 2)
     assert source.pulse is not None
     assert (source.pulse.at_ns, source.pulse.step) == (20, 1)
+
+
+def test_the_lowest_rank_is_sought_once_for_all_bins(store: Store) -> None:
+    class Rank(int):
+        comparisons = 0
+
+        def __lt__(self, other: int) -> bool:
+            Rank.comparisons += 1
+            return int(self) < int(other)
+
+    arrive(store, 0, HOUR_NS, wire.Anchor(wall_ns=HOUR_NS, monotonic_ns=0))
+    (source,) = store.sources("run", ATTEMPT)
+    table = np.zeros((len(NAMES), 100), np.int64)
+    table[NAMES.index("rank")] = np.arange(100)
+    bins = unix_times(StepBins(np.zeros(100, np.int64), table), [replace(source, rank=Rank(n)) for n in range(100)])
+    assert set(bins.column("began_ns").tolist()) == {HOUR_NS}
+    assert Rank.comparisons < 100
