@@ -95,6 +95,7 @@ def test_the_collector_has_no_root_no_capability_and_a_read_only_file_system(ser
     assert set(shell(collector, "grep -h ^Uid: /proc/[0-9]*/status").split()) == {"Uid:", "8321"}
     assert shell(collector, "grep -h ^CapEff: /proc/[0-9]*/status | sort -u").split() == ["CapEff:", "0" * 16]
     assert "Read-only" in shell(collector, "touch /etc/file", check=False)
+    assert services.state("collector")["Mounts"] == []  # Nameless volumes would remain after each `down`.
     assert httpx.get(f"{URL}/api/v1/runs").status_code == 401
 
 
