@@ -81,7 +81,7 @@ async function show() {
   showAttempts(attempts, shownAttempt, details.attempt);
   showSettings(details);
   if (now !== state.seen) await draw(!isFirst);
-  if (now !== state.seen && hasSteps()) await showWhatif();
+  if (now !== state.seen) await showWhatif();
   state.seen = now;
   fillForm(choose);
   return shownAttempt?.attempt === details.attempt ? REFRESH_S[details.state] : false;

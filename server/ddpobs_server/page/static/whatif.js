@@ -4,7 +4,7 @@
 import { get } from "./api.js";
 import { byId, element, svg } from "./elements.js";
 import { runOnce } from "./refresh.js";
-import { address, state } from "./run_state.js";
+import { address, hasSteps, state } from "./run_state.js";
 import { changed, write } from "./selection.js";
 
 const WIDTH = 1000;
@@ -39,6 +39,7 @@ export function followWhatif() {
 
 // Show the answer about this attempt, unless it is shown.
 export async function showWhatif() {
+  if (!hasSteps()) return;
   if (asked.attempt === state.shownAttempt?.attempt && !isLive()) return;
   asked.attempt = state.shownAttempt?.attempt;
   await answer();
@@ -119,7 +120,8 @@ function sentence({ now, missing }, found, isChange) {
     return `A ${unit(now)} takes ${milliseconds(now.step_ns)}. Move a slider to predict it after a change.`;
   if (found.refused) return `${found.change}: not known, because ${found.refused}.`;
   const { step_ns: step, low_ns: low, high_ns: high, words } = found.prediction;
-  return `${found.change}: ${milliseconds(step)} a ${unit(found.prediction)} (${milliseconds(low)} to ${milliseconds(high)}); ${words}.`;
+  const range = `(${milliseconds(low)} to ${milliseconds(high)})`;
+  return `${found.change}: ${milliseconds(step)} a ${unit(found.prediction)} ${range}; ${words}.`;
 }
 
 // What the predicted time is that of.
