@@ -15,7 +15,10 @@ from benchmarks.rig.training import ROOT, TORCHRUN
 from tests.support.compose import BEARER, TOKEN, URL, Stack, stack
 from tests.support.containers import shell
 
-pytestmark = pytest.mark.wide
+pytestmark = [
+    pytest.mark.wide,
+    pytest.mark.timeout(1800),
+]  # The image is built first, and one compose file runs at a time.
 COMPOSE = "docker-compose.yml"
 CRASHING = """
 import torch

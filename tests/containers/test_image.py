@@ -14,7 +14,7 @@ from tests.support import smoke
 from tests.support.containers import need_images, shell, stand_ins, state
 from tests.support.server.batches import batch, put, steps
 
-pytestmark = pytest.mark.wide
+pytestmark = [pytest.mark.wide, pytest.mark.timeout(1800)]  # The image is built first.
 BASE = "python:3.11-slim"
 TOKEN = "a-token-of-sixteen-characters"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}

@@ -17,7 +17,7 @@ from benchmarks.rig.training import ROOT
 from tests.support.containers import need_images
 from tests.support.integration.tools import end
 
-pytestmark = pytest.mark.wide
+pytestmark = [pytest.mark.wide, pytest.mark.timeout(1800)]  # The image is built first.
 BASE = "python:3.11-slim"
 TOKEN = "a-token-of-sixteen-characters"
 SITE = sysconfig.get_path("purelib")

@@ -15,7 +15,10 @@ from benchmarks.rig import patience
 from benchmarks.rig.training import ROOT, TORCHRUN
 from tests.support.compose import BEARER, TOKEN, URL, Stack, stack
 
-pytestmark = pytest.mark.wide
+pytestmark = [
+    pytest.mark.wide,
+    pytest.mark.timeout(1800),
+]  # The image is built first, and one compose file runs at a time.
 STEPS = 100
 TRAINING = f"""
 import time
