@@ -149,7 +149,7 @@ def test_list_aligns_runs_with_state_and_worst_finding_without_colours_in_a_pipe
 
 def test_list_on_a_narrow_terminal_leaves_the_finding_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpobs.cli.runs.sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("ddpobs.cli.runs.shutil.get_terminal_size", lambda: os.terminal_size((50, 20)))
+    monkeypatch.setenv("COLUMNS", "50")
     monkeypatch.setenv("NO_COLOR", "1")
     row = ["a", "failed", "2", "80", "2023-11-14 22:13", "Rank 1 failed in forward of step 6"]
     assert listing._table([row], [""]) == [
@@ -214,7 +214,7 @@ def test_report_names_the_errors_of_earlier_attempts() -> None:
 
 def test_a_figure_stays_on_the_line_of_its_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddpobs.cli.report.sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setattr("ddpobs.cli.report.shutil.get_terminal_size", lambda: os.terminal_size((50, 20)))
+    monkeypatch.setenv("COLUMNS", "50")
     lines = reporting._wrapped("it spends on the start-up of 12 ranks 64 % of the run")
     assert lines == ["it spends on the start-up of 12 ranks", "64 % of the run"]
 
