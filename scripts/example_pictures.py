@@ -12,6 +12,7 @@ import os
 import re
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +59,7 @@ class Example:
         Raises:
             RuntimeError: The command failed.
         """
-        if not (folder / "examples").exists():
+        with suppress(FileExistsError):  # Another example may run in the folder at the same time.
             (folder / "examples").symlink_to(ROOT / "examples")
         paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         kept = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
