@@ -49,9 +49,9 @@ def hang_of(url: str, run: str) -> dict[str, Any] | None:
 
 
 def test_a_hang_is_named_with_the_collective_in_which_the_other_rank_waits(url: str, tmp_path: Path) -> None:
-    environ = {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": "hang", "ATTACH": "1", "PYTHONPATH": f"{ROOT}:{FOLDER}"}
+    environ = {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": "zero-hang", "ATTACH": "1", "PYTHONPATH": f"{ROOT}:{FOLDER}"}
     with ranks_of(SCRIPT, "2", "hang", ranks=2, folder=tmp_path, environ=environ) as ranks:
-        hang = patience.until(lambda: hang_of(url, "hang"), ranks.logs)
+        hang = patience.until(lambda: hang_of(url, "zero-hang"), ranks.logs)
     assert (hang["ranks"], hang["evidence"]["kind"]) == ([1], "absent")
     assert "rank 0 waits in the all-reduce over replicas of unit" in hang["cause"], hang["cause"]
     assert "of step 5" in hang["cause"], hang["cause"]

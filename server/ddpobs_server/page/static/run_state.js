@@ -28,9 +28,9 @@ export function address(name, query = "") {
   return `${state.base}/${name}${all.size ? `?${all}` : ""}`;
 }
 
-// Whether the shown attempt has a step: without one there is nothing to select or to draw.
+// Whether the shown attempt has a step, or one is selected, of which there may be spans: else there is nothing to draw.
 export function hasSteps() {
-  return (state.shownAttempt ?? state.details).steps > 0;
+  return (state.shownAttempt ?? state.details).steps > 0 || Boolean(state.selection.step);
 }
 
 // Whether the address names an attempt by its number, and not by its id.
