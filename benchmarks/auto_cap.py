@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +25,7 @@ from torch import nn
 
 from benchmarks.links import INTERFACE, address, links
 from benchmarks.pairs import ratio
+from benchmarks.rig.ranks import run_ranks
 from benchmarks.tables import rows_of
 from ddpobs import DistributedDataParallel
 
@@ -103,21 +102,10 @@ def measure(rate: str, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, links(_RANKS, rate) as network:
         results = Path(folder) / "results.json"
         command = [sys.executable, "-m", "benchmarks.auto_cap", "--caps", options.caps, "--rounds", str(options.rounds)]
-        ranks = [
-            subprocess.Popen(
-                network.inside(rank, [*command, "--results", str(results), "--rank", str(rank)]),
-                env=os.environ | {"GLOO_SOCKET_IFNAME": INTERFACE},
-                cwd=Path(__file__).parents[1],
-            )
-            for rank in range(_RANKS)
+        commands = [
+            network.inside(rank, [*command, "--results", str(results), "--rank", str(rank)]) for rank in range(_RANKS)
         ]
-        try:
-            codes = [rank.wait() for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        if any(codes):
-            raise SystemExit(f"the ranks ended with {codes}")
+        run_ranks(commands, [{"GLOO_SOCKET_IFNAME": INTERFACE}] * _RANKS)
         return json.loads(results.read_text())  # type: ignore[no-any-return]
 
 

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from benchmarks.links import INTERFACE, LinkError, address, links, moved_bytes
 from benchmarks.pairs import ratio
 from benchmarks.parameter_server import ParameterServer
+from benchmarks.rig.ranks import run_ranks
 from ddpobs import DistributedDataParallel
 from ddpobs.comm import PowerSGD
 
@@ -162,26 +162,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, each in its namespace, and return the first rank's measurements."""
     with tempfile.TemporaryDirectory() as folder, links(options.ranks, options.rate) as network:
         results = Path(folder) / "results.json"
-        ranks = [
-            subprocess.Popen(
-                network.inside(rank, [sys.executable, "-m", "benchmarks.communication", *sys.argv[1:]]),
-                env=os.environ
-                | {
-                    "GLOO_SOCKET_IFNAME": INTERFACE,
-                    "DDPOBS_BENCH_RANK": str(rank),
-                    "DDPOBS_BENCH_RESULTS": str(results),
-                },
-                cwd=Path(__file__).parents[1],
-            )
+        command = [sys.executable, "-m", "benchmarks.communication", *sys.argv[1:]]
+        environs = [
+            {"GLOO_SOCKET_IFNAME": INTERFACE, "DDPOBS_BENCH_RANK": str(rank), "DDPOBS_BENCH_RESULTS": str(results)}
             for rank in range(options.ranks)
         ]
-        try:
-            codes = [rank.wait() for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        if any(codes):
-            raise SystemExit(f"the ranks ended with {codes}")
+        run_ranks([network.inside(rank, command) for rank in range(options.ranks)], environs)
         return json.loads(results.read_text())  # type: ignore[no-any-return]
 
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from benchmarks.links import INTERFACE, LinkError, Links, address, links
 from benchmarks.models import MODELS
 from benchmarks.pairs import Seconds, ratio
+from benchmarks.rig.ranks import run_ranks
 from benchmarks.tables import rows_of
 from ddpobs import DistributedDataParallel, LayerDrop
 
@@ -124,23 +123,12 @@ def launch(model: str, rate: str, options: argparse.Namespace) -> dict[str, list
             "rendezvous": rendezvous,
         }
         command = [sys.executable, "-m", "benchmarks.dropping", *(f"--{key}={arguments[key]}" for key in arguments)]
-        ranks = [
-            subprocess.Popen(
-                network.inside(rank, [*command, f"--rank={rank}"]) if network else [*command, f"--rank={rank}"],
-                env=os.environ
-                | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-                | ({"GLOO_SOCKET_IFNAME": INTERFACE} if network else {}),
-                cwd=Path(__file__).parents[1],
-            )
-            for rank in range(_RANKS)
-        ]
-        try:
-            codes = [rank.wait() for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        if any(codes):
-            raise SystemExit(f"the ranks ended with {codes}")
+        commands = [[*command, f"--rank={rank}"] for rank in range(_RANKS)]
+        environ = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+        if network:
+            commands = [network.inside(rank, command) for rank, command in enumerate(commands)]
+            environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+        run_ranks(commands, [environ] * _RANKS)
         return json.loads(results.read_text())  # type: ignore[no-any-return]
 
 

@@ -376,8 +376,6 @@ class StepTracker(Timeline):
         elif not (step.raw.segments or begins.micro_steps):
             self.evaluations.begin_step(step.raw, begins)
 
-    # ------------------------------------------------------------------ phases
-
     def _enter_optimizer(self, step: OpenStep) -> None:
         # After training in closures, the next closure that trains begins the next step, at its optimizer's call.
         if step.closure_ran and OPTIMIZER not in self.calls:

@@ -7,17 +7,19 @@ import asyncio
 from fastapi import Request
 
 from ddpobs_server.web.problems import Problem
+from ddpobs_server.web.services import Services
 
 _MAX_S = 10.0
 """Longest time until a body has arrived."""
 
 
-async def small_body(request: Request, max_bytes: int) -> bytes:
-    """Return the request's body.
+async def small_body(request: Request, services: Services, workspace: str, max_bytes: int) -> bytes:
+    """Return the request's body when the workspace may send, and count it against the workspace's rates.
 
     Raises:
-        Problem: 413 if it is too large, 408 if it arrives too slowly.
+        Problem: 413 if it is too large, 408 if it arrives too slowly, 429 if the workspace sends too much.
     """
+    await services.rates.wait_to_send(workspace)
     body = bytearray()
     try:
         async with asyncio.timeout(_MAX_S):
@@ -27,4 +29,5 @@ async def small_body(request: Request, max_bytes: int) -> bytes:
                     raise Problem(413, "Body too large", f"a body may have at most {max_bytes} bytes")
     except TimeoutError:
         raise Problem(408, "Upload too slow", f"the body did not arrive within {_MAX_S:g} s") from None
+    services.rates.count_bytes(workspace, len(body))
     return bytes(body)

@@ -92,9 +92,7 @@ async def add_host_check(
     request: Request, caller: Labeller, _: Reader, store: StoreDep, services: ServicesDep
 ) -> HostCheckResponse:
     """Store the rates of hosts that were checked, and return their earlier rates on the same kind of device."""
-    await services.rates.wait_to_send(caller.workspace)
-    body = await small_body(request, _MAX_BYTES)
-    services.rates.count_bytes(caller.workspace, len(body))
+    body = await small_body(request, services, caller.workspace, _MAX_BYTES)
     try:
         check = msgspec.json.decode(body, type=_Check)
     except ValueError as error:

@@ -71,9 +71,7 @@ async def set_labels(
     request: Request, run: RunDep, caller: Labeller, store: StoreDep, services: ServicesDep
 ) -> LabelsResponse:
     """Replace a run's tags, its note, or both; a field that is left out stays. They may also be set by the training."""
-    await services.rates.wait_to_send(caller.workspace)
-    body = await small_body(request, _MAX_BYTES)
-    services.rates.count_bytes(caller.workspace, len(body))
+    body = await small_body(request, services, caller.workspace, _MAX_BYTES)
     change = _decoded(body)
     tags = None if change.tags is msgspec.UNSET else change.tags
     note = None if change.note is msgspec.UNSET else change.note
