@@ -64,7 +64,10 @@ def test_code_that_dynamo_must_not_compile_does_not_count_as_compiling() -> None
         lock.release()
 
 
-def test_another_thread_in_the_users_code_shows_its_frames_and_a_pool_s_thread_does_not() -> None:
+def test_another_thread_in_the_users_code_shows_its_frames_and_a_pool_s_thread_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(activity, "_THREADS", 1_000)  # Threads of earlier tests still sleep in this process.
     lock, ends = threading.Lock(), threading.Event()
 
     def hold() -> None:
