@@ -78,10 +78,17 @@ def pack(columns: Mapping[str, Ints]) -> bytes:
         for name, (width, order, base, narrow, unit) in zip(
             names, _narrowed([columns[name] for name in names]), strict=True
         ):
-            planes = [plane.tobytes() for plane in narrow.view(np.uint8).reshape(rows, narrow.itemsize).T]
+            planes = _planes(narrow)
             packed[name] = [width, order, base, unit, planes if rows < _FEW else [*map(compressor.compress, planes)]]
     body = msgspec.msgpack.encode([rows, packed])
     return compressor.compress(body) if rows < _FEW else body
+
+
+def _planes(narrow: npt.NDArray[Any]) -> list[bytes]:
+    """Bytes of a column by position."""
+    if narrow.itemsize == 1:
+        return [narrow.tobytes()]
+    return [plane.tobytes() for plane in narrow.view(np.uint8).reshape(-1, narrow.itemsize).T]
 
 
 def unpack(packed: bytes, limit_bytes: int = UNPACKED_BYTES) -> dict[str, Ints]:
@@ -270,20 +277,32 @@ def _narrowed(columns: Sequence[Ints] | Ints) -> Iterator[tuple[str, int, int, n
         return
     bases = table[:, 0].tolist()
     table -= table[:, :1].copy()
+    varies: npt.NDArray[np.bool_] = (table != 0).any(axis=1)
+    varying = _narrowed_offsets(table if varies.all() else table[varies])
+    zeros = np.zeros(table.shape[1], "<i1")
+    for base, column_varies in zip(bases, varies.tolist(), strict=True):
+        width, order, values, unit = next(varying) if column_varies else ("<i1", 0, zeros, 1)
+        yield width, order, base, values, unit
+
+
+def _narrowed_offsets(table: Ints) -> Iterator[tuple[str, int, npt.NDArray[Any], int]]:
+    """Yield width, order, values and unit of columns that begin with 0 and are not all 0."""
+    if not len(table):
+        return
     quotients = table // _UNIT
     whole = (quotients * _UNIT == table).all(axis=1)
-    offsets = np.where(whole[:, None], quotients, table)
+    offsets = quotients if whole.all() else np.where(whole[:, None], quotients, table)
     differences = np.empty_like(offsets)
     differences[:, 0] = 0
     np.subtract(offsets[:, 1:], offsets[:, :-1], out=differences[:, 1:])
     reach, rise = _reach(offsets), _reach(differences)
     widths = np.searchsorted(_BEYOND, [reach, rise], side="right")
     smaller = (widths[1] < widths[0]) | ((widths[1] == widths[0]) & (_spread(differences) < _spread(offsets)))
-    units = np.where(whole & offsets.any(axis=1), _UNIT, 1).tolist()
+    units = np.where(whole, _UNIT, 1).tolist()
     for index, (order, choices) in enumerate(zip(smaller.tolist(), widths.T.tolist(), strict=True)):
         width = [*_WIDTHS][choices[order]]
         values = (differences if order else offsets)[index]
-        yield width, int(order), bases[index], values.astype(_WIDTHS[width]), units[index]
+        yield width, int(order), values.astype(_WIDTHS[width]), units[index]
 
 
 def _reach(table: Ints) -> Ints:
