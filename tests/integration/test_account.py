@@ -21,9 +21,9 @@ REPORTS = ("account", "diagnostics")
 @pytest.mark.parametrize(
     ("kind", "part", "sentence", "rank"),
     [
-        ("checkpoints", "checkpoint", "rank 0 saves checkpoints for", 0),
-        ("validation", "evaluation", "all ranks evaluate for", 0),
-        ("barrier", "waiting", "rank 1 waits at collectives for", 1),
+        ("checkpoints", "checkpoint", "Rank 0 saves checkpoints for", 0),
+        ("validation", "evaluation", "All ranks evaluate for", 0),
+        ("barrier", "waiting", "Rank 1 waits at collectives for", 1),
     ],
 )
 def test_the_time_outside_of_steps_is_accounted_for(  # noqa: PLR0917 - the facts of one case
@@ -41,7 +41,7 @@ def test_the_time_outside_of_steps_is_accounted_for(  # noqa: PLR0917 - the fact
     assert parts[rank][part] >= 20 * 0.25e9 * 0.9
     assert account["goodput"] < 0.5
     findings = {finding["code"]: finding for finding in get(url, f"/runs/{run}/diagnostics")["findings"]}
-    assert sentence in findings["time-outside-steps"]["cause"]
+    assert sentence in findings["time-outside-steps"]["verdict"]
 
 
 def test_the_account_of_two_attempts_has_the_start_the_restart_and_the_repeated_steps(url: str, tmp_path: Path) -> None:

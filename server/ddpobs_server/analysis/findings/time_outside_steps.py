@@ -84,7 +84,7 @@ _CAUSES = (
     ),
     _Cause(
         ("unexplained",),
-        ("is between steps, in code that telemetry does not see,", "are between steps, in unseen code,"),
+        ("works between steps", "work between steps"),
         "Look at the code between two steps: logging, uploads, sampling from the model",
     ),
     _Cause(
@@ -161,16 +161,17 @@ def _finding(evidence: Evidence, account: RunAccount, losses: dict[_Cause, int],
     ranks = _leaders(by_rank, main.own if main is not None and explains else waits)
     wall_ns = account.rank_ns / _ranks(account)
     if main is not None and explains:
-        what = _sentence(main, ranks, len(by_rank), worst_ns / wall_ns, waits=waiting_ns > worst_ns / 10)
+        does, taken_ns = main.does, worst_ns
+        others = _others_wait(len(by_rank) - len(ranks)) if waiting_ns > worst_ns / 10 else ""
         remedy = main.remedy
         if waits != _WAITS and len(ranks) < len(by_rank):
-            what += _start_wait_place(evidence.processes, ranks)
+            others += _start_wait_place(evidence.processes, ranks)
             remedy = "Prepare data once, before the job, or on each rank a part of it"
         if len(ranks) < len(by_rank) and main.kinds:
             remedy += ", or divide the work over all ranks"
         lost_ns = losses[main] + waits_ns
     else:
-        what = _subject(ranks, ("waits at collectives", "wait at collectives"), waiting_ns / wall_ns)
+        does, taken_ns, others = ("waits at collectives", "wait at collectives"), waiting_ns, ""
         remedy = "Find out which rank arrives late at the collectives between steps"
         lost_ns = waits_ns
     saved = lost_ns / account.rank_ns
@@ -181,9 +182,8 @@ def _finding(evidence: Evidence, account: RunAccount, losses: dict[_Cause, int],
     return Finding(
         code="time-outside-steps",
         severity=severity_of(share),
-        verdict=f"{percent(outside)} of the run's wall time is outside of steps",
-        measure=f"{duration(outside * wall_ns)} of {duration(wall_ns)} on a rank",
-        cause=what,
+        verdict=_verdict(ranks, len(by_rank), does, taken_ns / wall_ns),
+        measure=f"{duration(taken_ns)} of {duration(wall_ns)}{others}; outside of steps in all: {percent(outside)}",
         where=evidence.where(ranks),
         remedy=f"{remedy}.",
         steps=(min(first for first, _ in held_steps), max(last for _, last in held_steps))
@@ -210,11 +210,13 @@ def _finding(evidence: Evidence, account: RunAccount, losses: dict[_Cause, int],
     )
 
 
-def _sentence(cause: _Cause, ranks: list[int], count: int, share: float, *, waits: bool) -> str:
-    if len(ranks) == count and count > 1:
-        return f"all ranks {cause.does[1]} for {percent(share)} of the run"
-    others = "the other rank waits" if count - len(ranks) == 1 else "the other ranks wait"
-    return _subject(ranks, cause.does, share) + (f" while {others}" if waits and count > len(ranks) else "")
+def _verdict(ranks: list[int], count: int, does: tuple[str, str], share: float) -> str:
+    subject = "All ranks" if len(ranks) == count > 1 else format_ranks(ranks).capitalize()
+    return f"{subject} {does[len(ranks) > 1]} for {percent(share)} of the run"
+
+
+def _others_wait(count: int) -> str:
+    return {0: "", 1: " while the other rank waits"}.get(count, " while the other ranks wait")
 
 
 def _start_wait_place(processes: Sequence[Process], starting: list[int]) -> str:
@@ -222,10 +224,6 @@ def _start_wait_place(processes: Sequence[Process], starting: list[int]) -> str:
     others = [process.account for process in processes if process.account and process.rank not in starting]
     waited = max(others, key=lambda account: account.model_wait_ns + account.prepare_wait_ns, default=None)
     return f" ({waited.start_wait_place})" if waited is not None and waited.start_wait_place else ""
-
-
-def _subject(ranks: list[int], does: tuple[str, str], share: float) -> str:
-    return f"{format_ranks(ranks)} {does[len(ranks) > 1]} for {percent(share)} of the run"
 
 
 def _by_rank(account: RunAccount) -> dict[int, Parts]:

@@ -30,8 +30,8 @@ def test_the_rank_that_saves_is_named_and_the_other_waits() -> None:
     checkpoints = wire.Outside(kind="checkpoint", total_ns=70 * S, count=9, intervals=[interval])
     saves, waits = process(0, outside=[checkpoints], **steps(20)), process(1, outside={"waiting": 70}, **steps(20))
     finding = only(judge(saves, waits))
-    assert finding.verdict == "80 % of the run's wall time is outside of steps"
-    assert finding.cause == "rank 0 saves checkpoints for 70 % of the run while the other rank waits"
+    assert finding.verdict == "Rank 0 saves checkpoints for 70 % of the run"
+    assert finding.measure == "70 s of 100 s while the other rank waits; outside of steps in all: 80 %"
     assert (finding.severity, finding.ranks, finding.steps) == ("critical", [0], (4, 200))
     assert [(each.first, each.last) for each in finding.intervals] == [(4, 200)]
     assert "in the background" in finding.remedy
@@ -42,7 +42,7 @@ def test_the_rank_that_saves_is_named_and_the_other_waits() -> None:
 
 def test_an_evaluation_of_all_ranks_is_named() -> None:
     finding = only(judge(*(process(rank, outside={"evaluation": 80}, **steps(8)) for rank in range(2))))
-    assert "all ranks evaluate for 80 % of the run" in finding.title
+    assert "All ranks evaluate for 80 % of the run" in finding.title
     assert finding.ranks == [0, 1]
 
 
@@ -54,7 +54,7 @@ def test_a_start_of_less_than_a_minute_does_not_count() -> None:
     assert judge(*(process(rank, until_s=30, **steps(20)) for rank in range(2))) == []
     slow: dict[str, Any] = {"imported_ns": 5 * S, "ready_ns": 400 * S, "until_s": 500}
     finding = only(judge(*(process(rank, **slow, **steps(100)) for rank in range(2))))
-    assert "all ranks start up for 80 % of the run" in finding.title
+    assert "All ranks start up for 80 % of the run" in finding.title
 
 
 def test_few_steps_and_absent_accounts_are_not_judged_with_the_reason() -> None:
@@ -70,8 +70,8 @@ def test_a_rank_that_starts_up_is_named_and_the_other_waits_with_its_place(place
     known: dict[str, Any] = {"until_s": 500, "prepare_ns": 390 * S, **steps(100)}
     waits = process(1, **known, prepare_wait_ns=380 * S, start_wait_place=place)
     finding = only(judge(process(0, **known), waits))
-    waiting = f"rank 0 starts up for 80 % of the run while the other rank waits{f' ({place})' * bool(place)}"
-    assert (finding.ranks, finding.cause) == ([0], waiting)
+    assert (finding.ranks, finding.verdict) == ([0], "Rank 0 starts up for 80 % of the run")
+    assert f" while the other rank waits{f' ({place})' * bool(place)}; " in finding.measure
     assert "once, before the job" in finding.remedy
 
 
