@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import msgspec
@@ -10,7 +11,7 @@ import numpy.typing as npt
 import pytest
 from ddpobs_server.analysis.comparison.compare import Change, Comparison, RunTimes, Verdict, compare
 from ddpobs_server.analysis.comparison.facts import differences, facts_of, findings_that_changed, same_buckets
-from ddpobs_server.analysis.comparison.words import change_words, headline, not_the_same_job
+from ddpobs_server.analysis.comparison.words import change_words, headline, limit_words, not_the_same_job
 from ddpobs_server.analysis.statistics.dependent_mean import dependent_mean
 
 from ddpobs import wire
@@ -86,6 +87,16 @@ def test_few_steps_decide_a_large_change_alone() -> None:
     assert "are too few for this difference: about" in small.too_few
 
 
+def test_a_limit_is_undecided_only_if_the_interval_spans_it() -> None:
+    result = compare(times(1, 60), times(2, 60, slower=dict.fromkeys(BASE_MS, 1.1)))
+    assert re.fullmatch(
+        r"not decided, the interval of the step spans it: -\d+\.\d to \+\d\d\.\d %", limit_words(result, 0.03)
+    )
+    assert (limit_words(result, 0.9), result.is_decided(0.9)) == ("kept", True)
+    short = compare(times(1, 25), times(2, 25))
+    assert limit_words(short, 0.9) == "not decided, too few steps"
+
+
 def test_a_large_change_of_a_phase_is_decided_although_that_of_the_step_is_not() -> None:
     result = compare(times(1, 60), times(2, 60, slower={"forward": 2.5, "backward": 0.4}))
     assert {name: verdicts(result)[name] for name in ("step", "forward", "backward", "data")} == {
@@ -124,9 +135,10 @@ def test_equal_runs_of_few_dependent_steps_seldom_differ(memory: float) -> None:
         (145, 144, 146, "slower", "slower by 4.3 % (3.6 to 5.0 %)"),
         (70, 60, 80, "faster", "faster by 50 % (42 to 57 %)"),
         (139, 138, 140, "same", "no difference seen, and one of 1.4 % would have been"),
-        (200, 100, 400, "too-few", "not decided: 1.4× (0.7 to 2.9)"),
-        (930, 1, 99_000, "too-few", "not decided: 6.7×"),
-        (0, 0, 0, "too-few", "not decided"),
+        (200, 100, 400, "too-few", "1.4× (0.7 to 2.9), not decided: the interval spans 1×"),
+        (930, 1, 99_000, "too-few", "6.7× (0.007 to 712), not decided: the interval spans 1×"),
+        (200, 150, 400, "too-few", "1.4× (1.1 to 2.9), not decided: too few steps"),
+        (0, 0, 0, "too-few", "not decided: too few steps"),
     ],
 )
 def test_a_change_in_words(b_ms: float, low_ms: float, high_ms: float, verdict: Verdict, words: str) -> None:

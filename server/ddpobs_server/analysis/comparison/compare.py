@@ -134,6 +134,11 @@ class Comparison:
         return any(change.name == "waiting" for change in self.changes)
 
     @property
+    def is_too_short(self) -> bool:
+        """Whether a run has fewer typical steps than any judgement needs."""
+        return min(self.steps) < _MIN_STEPS
+
+    @property
     def is_disturbed(self) -> bool:
         """Whether other programs may explain the change: the time without a processor changed by half as much."""
         step, (delay_a, delay_b) = self.changes[0], self.run_delay_ns
@@ -156,7 +161,7 @@ class Comparison:
     def is_decided(self, limit: float) -> bool:
         """Whether a step that is slower by more than the limit is either seen or excluded."""
         step = self.changes[0]
-        if self.too_few or self.is_disturbed:
+        if self.is_too_short or self.is_disturbed:
             return False
         return bool(step.low_ns > limit * step.a_ns or step.high_ns <= limit * step.a_ns)
 
@@ -239,10 +244,10 @@ def _change(
     verdict: Verdict = "same" if weakness == 0 else "too-few"
     if min(a.count, b.count) < _MIN_STEPS:
         verdict = "too-few"
-    elif low > 0 and difference >= least_ns:
-        verdict = "slower"
-    elif high < 0 and -difference >= least_ns:
-        verdict = "faster"
+    elif abs(difference) < least_ns and (low > 0 or high < 0):
+        verdict = "same"
+    elif low > 0 or high < 0:
+        verdict = "slower" if low > 0 else "faster"
     return Change(name, kind, a.mean, b.mean, low, high, max(smallest, least_ns), verdict)
 
 

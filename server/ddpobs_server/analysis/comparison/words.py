@@ -12,8 +12,6 @@ _MIN_MULTIPLE = 0.5
 """Minimum change that is named as a multiple: `2.2×`, not `122 %`."""
 _MAX_PRECISE = 0.1
 """Maximum change that is given with a decimal."""
-_MAX_INTERVAL = 10.0
-"""Ratio of an interval's ends from which it says nothing."""
 _KINDS = {"compute": "computation of ", "comm": "communication of "}
 _FACTS = {
     "world_size": "ranks",
@@ -37,19 +35,20 @@ _JOB = ("parameters", "size_bytes")
 
 
 def change_words(change: Change) -> str:
-    """A change in words: `slower by 2.2× (1.9 to 2.5)`, `faster by 4.1 % (3.8 to 4.4 %)`, `not decided`."""
+    """A change in words: `slower by 2.2× (1.9 to 2.5)`, `3.8× (0.9 to 12), not decided: the interval spans 1×`."""
     ratio, low, high = (change.ratio(ns) for ns in (change.b_ns - change.a_ns, change.low_ns, change.high_ns))
     if ratio is None or low is None or high is None:
         return change.verdict if change.verdict in ("slower", "faster") else ""
     if change.verdict == "same":
         return f"no difference seen, and one of {_size(change.ratio(change.smallest_ns) or 0.0)} would have been"
     if change.verdict == "too-few":
+        steps = "long steps" if change.kind == "long" else "steps"
         if not change.b_ns:
-            return "not decided"
-        interval = f" ({1 + low:.1f} to {1 + high:.1f})" if 1 + high < _MAX_INTERVAL * (1 + low) else ""
-        return f"not decided: {1 + ratio:.1f}×{interval}"
+            return f"not decided: too few {steps}"
+        reason = "the interval spans 1×" if low <= 0 <= high else f"too few {steps}"
+        return f"{_multiple(ratio, low, high)}, not decided: {reason}"
     if change.verdict == "slower" and ratio >= _MIN_MULTIPLE:
-        return f"slower by {1 + ratio:.1f}× ({1 + low:.1f} to {1 + high:.1f})"
+        return f"slower by {_multiple(ratio, low, high)}"
     low, high = sorted((abs(low), abs(high)))
     return f"{change.verdict} by {_size(ratio)} ({_size(low).removesuffix(' %')} to {_size(high)})"
 
@@ -69,10 +68,13 @@ def limit_words(result: Comparison, limit: float) -> str:
     if result.is_decided(limit):
         names = [_phase_title(name, result) for name in result.exceeded(limit)]
         return f"exceeded by {', '.join(names)}" if names else "kept"
-    if result.too_few:
+    if result.is_too_short:
         return "not decided, too few steps"
-    reason = "other programs may be the cause" if result.is_disturbed else "the interval of the step spans it"
-    return f"not decided, {reason}"
+    if result.is_disturbed:
+        return "not decided, other programs may be the cause"
+    step = result.changes[0]
+    low, high = (100 * ns / step.a_ns for ns in (step.low_ns, step.high_ns))
+    return f"not decided, the interval of the step spans it: {low:+.1f} to {high:+.1f} %"
 
 
 def not_the_same_job(a: str, b: str, differences: Sequence[Difference]) -> str:
@@ -116,6 +118,15 @@ def fact_title(name: str) -> str:
 
 def _size(ratio: float) -> str:
     return percent(abs(ratio), 1 if abs(ratio) < _MAX_PRECISE else 0)
+
+
+def _multiple(ratio: float, low: float, high: float) -> str:
+    """A change and its interval as multiples of the first time: `2.2× (1.9 to 2.5)`."""
+    value, least, most = (
+        f"{each:.0f}" if each >= 10 else f"{each:.1f}" if each >= 0.1 else f"{max(0, each):.1g}"
+        for each in (1 + ratio, 1 + low, 1 + high)
+    )
+    return f"{value}× ({least} to {most})"
 
 
 def _ms(ns: float) -> str:
