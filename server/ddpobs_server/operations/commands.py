@@ -31,10 +31,16 @@ _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 class Commands(TyperGroup):
-    """Prints errors of settings, databases and files as a single line. A traceback means a bug in the program.
+    """Lists `serve`, the default, first, and prints errors of settings, databases and files as a single line.
+
+    A traceback means a bug in the program.
 
     Exit codes: 2 for a wrong setting, 1 for a failure.
     """
+
+    @override
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(super().list_commands(ctx), key=lambda name: name != "serve")
 
     @override
     def invoke(self, ctx: Any) -> Any:
@@ -63,7 +69,12 @@ def _line(text: str) -> str:
     return " ".join(text.split())
 
 
-cli = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False, help="The ddpobs collector.")
+cli = typer.Typer(
+    cls=Commands,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="The ddpobs collector. Without a command it runs `serve`; see `ddpobs-server serve --help` for the options.",
+)
 tokens = typer.Typer(help="Access tokens, each for a workspace and some of the scopes ingest, read and admin.")
 cli.add_typer(tokens, name="token")
 workspaces = typer.Typer(help="Limits of workspaces.", no_args_is_help=True)

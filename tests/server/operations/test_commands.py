@@ -189,3 +189,10 @@ def test_the_command_without_server_packages_names_the_package_to_install() -> N
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "ddpobs-server: fastapi is not installed; install the server with: pip install '.[server]'\n"
+
+
+def test_the_help_names_the_default_command_and_lists_it_first() -> None:
+    command = [sys.executable, "-m", "ddpobs_server.app", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Without a command it runs `serve`" in " ".join(done.stdout.split())
+    assert done.stdout.index("serve  ") < done.stdout.index("audit  ")
