@@ -15,14 +15,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks import links
-from benchmarks.rig.collector import collector
+from benchmarks.rig.collector import collector, push, spooling
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ROOT / "examples" / "two_nodes" / "train.py"
@@ -34,6 +34,14 @@ FAULTS = {
 }
 """By name: the way to start, the example's arguments, and the link's speed."""
 _PORT = "29500"
+ON_LINK = {
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "server")]),
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": links.INTERFACE,
+    "OMPI_MCA_btl_tcp_if_include": links.INTERFACE,
+    "FI_TCP_IFACE": links.INTERFACE,
+}
+"""Environment of ranks of one thread that communicate over the shaped link."""
 
 
 def commands(way: str, folder: Path, arguments: Sequence[str], network: links.Links) -> list[list[str]]:
@@ -53,11 +61,17 @@ def commands(way: str, folder: Path, arguments: Sequence[str], network: links.Li
         init = f"tcp://{first}:{_PORT}" if way == "tcp" else f"file://{folder / 'store'}"
         by_rank = [*train, "--init", init, "--world-size", str(HOSTS), "--rank"]
         return [[*by_rank, str(host)] for host in range(HOSTS)]
-    return [[*mpiexec(folder, network), *train, "--init", "mpi://"]]
+    return [[*mpiexec(folder, network, ON_LINK | spooling(folder.name, folder)), *train, "--init", "mpi://"]]
 
 
-def mpiexec(folder: Path, network: links.Links) -> list[str]:
-    """Return the command that starts one rank on each host, by a program in place of ssh."""
+def mpiexec(folder: Path, network: links.Links, environ: Iterable[str]) -> list[str]:
+    """Return the command that starts one rank on each host, by a program in place of ssh.
+
+    Args:
+        folder: For that program.
+        network: The hosts.
+        environ: Names of the variables that the ranks get.
+    """
     agent = folder / "agent"
     by_host = "\n".join(
         f'{links.address(host)}) exec {shlex.join(network.on_own_host(host, ["sh", "-c"]))} "$*" ;;'
@@ -73,7 +87,7 @@ def mpiexec(folder: Path, network: links.Links) -> list[str]:
     if "HYDRA" in version:
         return [program, "-launcher", "ssh", "-launcher-exec", str(agent), "-hosts", addresses, "-n", str(HOSTS)]
     tools = ["--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "prte_if_include", links.INTERFACE]
-    exported = [part for name in _environment(folder) for part in ("-x", name)]
+    exported = [part for name in environ for part in ("-x", name)]
     # Each host's first rank would be bound to the first core, which is one and the same here.
     return [
         program,
@@ -87,20 +101,6 @@ def mpiexec(folder: Path, network: links.Links) -> list[str]:
         "-n",
         str(HOSTS),
     ]
-
-
-def _environment(folder: Path) -> dict[str, str]:
-    return {
-        "DDPOBS_TELEMETRY": "http://127.0.0.1:9",  # No host reaches the collector: the spool is pushed later.
-        "DDPOBS_RUN": folder.name,
-        "DDPOBS_SPOOL": str(folder / "spool"),
-        "DDPOBS_EXIT_S": "30",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "server")]),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": links.INTERFACE,
-        "OMPI_MCA_btl_tcp_if_include": links.INTERFACE,
-        "FI_TCP_IFACE": links.INTERFACE,
-    }
 
 
 def run(way: str, folder: Path, *arguments: str, rate: str = "1gbit", timeout_s: float = 300) -> str:
@@ -121,7 +121,7 @@ def run(way: str, folder: Path, *arguments: str, rate: str = "1gbit", timeout_s:
                     processes.append(
                         subprocess.Popen(
                             network.on_own_host(host, command),
-                            env=kept | _environment(folder),
+                            env=kept | (ON_LINK | spooling(folder.name, folder)),
                             stdin=subprocess.DEVNULL,
                             stdout=log,
                             stderr=log,
@@ -140,11 +140,9 @@ def run(way: str, folder: Path, *arguments: str, rate: str = "1gbit", timeout_s:
     return output
 
 
-def push(url: str, folder: Path) -> dict[str, Any]:
+def pushed(url: str, folder: Path) -> dict[str, Any]:
     """Send a run's spool; return its ranks' hosts and its findings, with the facts that name their kind."""
-    command = [str(Path(sys.executable).with_name("ddpobs")), "push", str(folder / "spool"), "--collector", url]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
-    subprocess.run(command, check=True, env=environ, timeout=120, stdout=subprocess.DEVNULL)
+    push(folder / "spool", url)
     ranks, diagnosis = (
         httpx.get(f"{url}/api/v1/runs/{folder.name}/{part}", timeout=60).raise_for_status().json()
         for part in ("ranks", "diagnostics")
@@ -179,7 +177,7 @@ def main() -> None:
                 run(way, folder, *arguments, rate=rate)
             except links.LinkError as error:
                 raise SystemExit(str(error)) from error
-            print(row(case, push(running.url, folder)), flush=True)
+            print(row(case, pushed(running.url, folder)), flush=True)
 
 
 if __name__ == "__main__":

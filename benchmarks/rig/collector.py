@@ -93,6 +93,23 @@ def running_collector(folder: Path, **settings: Any) -> Iterator[str]:
         yield running.url
 
 
+def spooling(run: str, folder: Path) -> dict[str, str]:
+    """Return the environment of ranks that leave their telemetry in `folder / "spool"`: none reaches a collector."""
+    return {
+        "DDPOBS_TELEMETRY": "http://127.0.0.1:9",
+        "DDPOBS_RUN": run,
+        "DDPOBS_SPOOL": str(folder / "spool"),
+        "DDPOBS_EXIT_S": "30",
+    }
+
+
+def push(spool: Path, url: str) -> None:
+    """Send a spool's telemetry to a collector."""
+    command = [str(Path(sys.executable).with_name("ddpobs")), "push", str(spool), "--collector", url]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
+    subprocess.run(command, check=True, env=kept, timeout=120, stdout=subprocess.DEVNULL)
+
+
 def _listening(process: subprocess.Popen[bytes] | ForkedRank, log: Path, ca: Path | None) -> str:
     authorities = ssl.create_default_context(cafile=ca)
     deadline = time.monotonic() + patience.HANG_S

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -29,7 +27,7 @@ import numpy as np
 
 from benchmarks.faults.launch import ranks_of
 from benchmarks.links import INTERFACE, LinkError, Links, address, links
-from benchmarks.rig.collector import running_collector
+from benchmarks.rig.collector import push, running_collector, spooling
 
 SCRIPT = Path(__file__).with_name("training.py")
 ONE_BUCKET = 1000.0
@@ -84,11 +82,7 @@ def measure(setting: Setting, network: Links, url: str, options: argparse.Namesp
     """Train, and send the telemetry to the collector."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        environ = {
-            "DDPOBS_TELEMETRY": "http://127.0.0.1:9",  # No rank reaches the collector: the spool is pushed later.
-            "DDPOBS_RUN": setting.name,
-            "DDPOBS_SPOOL": str(folder / "spool"),
-            "DDPOBS_EXIT_S": "30",
+        environ = spooling(setting.name, folder) | {
             "DDPOBS_READINESS_EVERY": "8",
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": INTERFACE,
@@ -106,21 +100,19 @@ def measure(setting: Setting, network: Links, url: str, options: argparse.Namesp
         ) as ranks:
             if any(process.wait(_TIMEOUT_S) for process in ranks.processes):
                 raise RuntimeError(f"{setting.name} failed:\n{ranks.logs()}")
-        push = [str(Path(sys.executable).with_name("ddpobs")), "push", str(folder / "spool"), "--collector", url]
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
-        subprocess.run(push, check=True, env=kept, timeout=120, stdout=subprocess.DEVNULL)
+        push(folder / "spool", url)
 
 
-def asked(url: str, setting: Setting, query: dict[str, Any]) -> dict[str, Any]:
+def asked(url: str, run: str, query: dict[str, Any]) -> dict[str, Any]:
     """Return the collector's answers about a run."""
-    reply = httpx.get(f"{url}/api/v1/runs/{setting.name}/whatif", params=query, timeout=60).raise_for_status()
+    reply = httpx.get(f"{url}/api/v1/runs/{run}/whatif", params=query, timeout=60).raise_for_status()
     document: dict[str, Any] = reply.json()
     return document
 
 
 def compared(url: str, base: Setting, target: Setting, kind: str, query: dict[str, Any]) -> dict[str, Any]:
     """Return one prediction from `base` beside the measured value of `target`."""
-    answer, measured = asked(url, base, query)["answers"], asked(url, target, {})
+    answer, measured = asked(url, base.name, query)["answers"], asked(url, target.name, {})
     row: dict[str, Any] = {"kind": kind, "base": base.name, "target": target.name, "query": query}
     row |= {"measured_ns": measured["now"]["step_ns"] if measured["now"] else None, "refused": ""}
     if not answer or answer[0]["prediction"] is None:
@@ -140,7 +132,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                         for setting in (base, *(target for _, target, _ in changes(base))):
                             measure(setting, network, url, options)
                             print(
-                                f"{setting.name}: {asked(url, setting, {})['now']}"[:120], file=sys.stderr, flush=True
+                                f"{setting.name}: {asked(url, setting.name, {})['now']}"[:120],
+                                file=sys.stderr,
+                                flush=True,
                             )
                     rows += [
                         compared(url, base, target, kind, query)
@@ -159,9 +153,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def advised(url: str, base: Setting) -> dict[str, Any]:
     """Return the measured step of the cap that is predicted to be best, over that of the cap that is best."""
-    measured = {cap: asked(url, replace(base, cap=cap), {})["now"]["step_ns"] for cap in CAPS_MB}
+    measured = {cap: asked(url, replace(base, cap=cap).name, {})["now"]["step_ns"] for cap in CAPS_MB}
     caps = ",".join(f"{cap:g}" for cap in CAPS_MB)
-    answers = asked(url, base, {"bucket_cap_mb": caps})["answers"]
+    answers = asked(url, base.name, {"bucket_cap_mb": caps})["answers"]
     predicted = {
         cap: each["prediction"]["step_ns"] for cap, each in zip(CAPS_MB, answers, strict=True) if each["prediction"]
     }

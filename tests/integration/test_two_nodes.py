@@ -25,7 +25,7 @@ def test_mpiexec_starts_a_rank_on_each_host_and_the_slow_host_is_named(url: str,
         pytest.skip(str(error))
     assert "rank 0 of 2 on node0, local rank 0" in output
     assert "rank 1 of 2 on node1, local rank 0" in output
-    results = two_nodes.push(url, folder)
+    results = two_nodes.pushed(url, folder)
     assert [rank["host"] for rank in results["ranks"]] == ["node0", "node1"]
     straggler = results["findings"]["straggler"]
     assert straggler["ranks"] == [1]
