@@ -21,7 +21,7 @@ from benchmarks.broken import FAULTS
 from benchmarks.diagnosis.tables import table as diagnosis_table
 from benchmarks.models import MODELS
 from benchmarks.pairs import Ratio, ratio
-from benchmarks.paper import losses, order
+from benchmarks.paper import losses, order, scaling
 from benchmarks.paper.experiments import EXPERIMENTS
 from benchmarks.paper.tables import claims, memory
 from benchmarks.tables import compare, rows_of
@@ -329,6 +329,11 @@ def _paper(experiment: str) -> str:
     return claims(json.loads(found[-1].read_text())) if found else NOT_MEASURED
 
 
+def _predictions() -> str:
+    found = files("paper/scaling")
+    return scaling.predictions(json.loads(found[-1].read_text())) if found else NOT_MEASURED
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "step": _steps,
     "unused": lambda: _rows(newest("overhead-unused")["settings"], (2,), "unused", _UNUSED),
@@ -355,6 +360,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "diagnosis-sums": lambda: _diagnosis(1),
     "diagnosis-alarms": lambda: _diagnosis(2),
     **{f"paper-{experiment}": partial(_paper, experiment) for experiment in EXPERIMENTS},
+    "paper-predictions": _predictions,
     "paper-order": lambda: order.table(newest("paper/order")["found"]),
     "paper-memory": lambda: memory(newest("paper/unused")),
     "paper-convergence": lambda: losses.claims(newest("paper/convergence")["found"]),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import tempfile
@@ -21,36 +22,61 @@ from typing import Any
 
 from benchmarks.faults.launch import ranks_of
 from benchmarks.links import INTERFACE, LinkError, Links, address, links
+from benchmarks.paper import scaling
 from benchmarks.paper.experiments import EXPERIMENTS, Experiment, Variant
 from benchmarks.paper.tables import claims, table
+from benchmarks.rig import patience
 from benchmarks.source import facts, keep, resumed
+from benchmarks.two_nodes import ON_LINK, mpiexec
 
 SCRIPT = Path(__file__).with_name("training.py")
-_MEASURED = ("ddpobs", "benchmarks/models.py", "benchmarks/paper/experiments.py", "benchmarks/paper/training.py")
+_MEASURED = (
+    "ddpobs",
+    "benchmarks/models.py",
+    *(f"benchmarks/paper/{name}.py" for name in ("experiments", "models", "training")),
+)
 _TIMEOUT_S = 900
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
 
 Settings = dict[str, dict[str, list[dict[str, Any]]]]
 """Launches by model and rate, and by the variant's title."""
 
 
 def launch(variant: Variant, model: str, network: Links, steps: int) -> dict[str, Any]:
-    """Train one variant, and return the first rank's result."""
+    """Train one variant, and return the first rank's result, with predictions if the variant makes them."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
+        steps = max(steps, scaling.STEPS) if variant.predicts else steps
         arguments = json.dumps({"model": model, "variant": asdict(variant), "steps": steps})
-        with ranks_of(
-            SCRIPT,
-            arguments,
-            ranks=variant.ranks,
-            folder=folder,
-            environ={"GLOO_SOCKET_IFNAME": INTERFACE, "THP_MEM_ALLOC_ENABLE": "1"},
-            namespaces=network.namespaces,
-            master=address(0),
-        ) as ranks:
-            if any(process.wait(_TIMEOUT_S) for process in ranks.processes):
-                raise RuntimeError(f"{variant.title}, {model}, failed:\n{ranks.logs()}")
+        try:
+            (_over_mpi if variant.mpi else _over_gloo)(variant, arguments, folder, network)
+        except RuntimeError as error:
+            raise RuntimeError(f"{variant.title}, {model}, failed: {error}") from error
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
-        return result
+        return result | {"predicted": scaling.predict(folder)} if variant.predicts else result
+
+
+def _over_gloo(variant: Variant, arguments: str, folder: Path, network: Links) -> None:
+    environ = {"GLOO_SOCKET_IFNAME": INTERFACE} | HUGE_PAGES
+    with ranks_of(
+        SCRIPT,
+        arguments,
+        ranks=variant.ranks,
+        folder=folder,
+        environ=environ | (scaling.environ(folder) if variant.predicts else {}),
+        namespaces=network.namespaces,
+        master=address(0),
+    ) as ranks:
+        if any(process.wait(_TIMEOUT_S) for process in ranks.processes):
+            raise RuntimeError(ranks.logs())
+
+
+def _over_mpi(_: Variant, arguments: str, folder: Path, network: Links) -> None:
+    environ = ON_LINK | HUGE_PAGES | {"OUT": str(folder)}
+    command = [*mpiexec(folder, network, environ), sys.executable, str(SCRIPT), arguments]
+    done = patience.run(network.on_own_host(0, command), environ=os.environ | environ, timeout_s=_TIMEOUT_S)
+    if done.returncode:
+        raise RuntimeError(done.stdout + done.stderr)
 
 
 def measure(experiment: Experiment, options: argparse.Namespace, results: dict[str, Any]) -> None:
@@ -82,7 +108,7 @@ def main() -> None:
     options = parser.parse_args()
     experiment = EXPERIMENTS[options.experiment]
     if options.smoke:
-        options.models, options.rates, options.rounds, options.steps = "tiny", "10gbit", 2, 2
+        options.models, options.rates, options.rounds, options.steps = experiment.smallest, "10gbit", 2, 2
     options.models = options.models.split(",") if options.models else experiment.models
     options.rates = options.rates.split(",") if options.rates else experiment.rates
     fresh = facts(*_MEASURED) | {"experiment": options.experiment, "settings": {}}
@@ -92,6 +118,8 @@ def main() -> None:
     except LinkError as error:
         sys.exit(f"benchmarks.paper: {error}")
     print(table(results) + "\n" + claims(results))
+    if options.experiment == "scaling":
+        print(scaling.predictions(results))
 
 
 if __name__ == "__main__":

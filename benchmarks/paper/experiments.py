@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 ONE_BUCKET_MB = 10_000.0
@@ -22,6 +23,8 @@ class Variant:
         groups: `round_robin_groups`.
         comm: The communication strategy.
         ranks: Number of ranks.
+        mpi: The gradients travel over MPI, not gloo. Two ranks.
+        predicts: It has telemetry, from which other numbers of ranks are predicted.
     """
 
     title: str
@@ -34,11 +37,13 @@ class Variant:
     groups: int = 1
     comm: str = "all_reduce"
     ranks: int = 2
+    mpi: bool = False
+    predicts: bool = False
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim about the time of a batch, as a ratio of the experiment's first variant.
+    """A claim about the time of a batch, as a ratio of another variant's.
 
     Attributes:
         variant: Title of the variant.
@@ -46,6 +51,7 @@ class Claim:
         high: Largest.
         source: Where it stands, and on which machine it was measured.
         model: Name of the model that it is about; empty for any.
+        base: Title of the other variant; empty for the experiment's first.
     """
 
     variant: str
@@ -53,6 +59,7 @@ class Claim:
     high: float
     source: str
     model: str = ""
+    base: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,7 @@ class Experiment:
         claims: What the sources say.
         models: Names in `benchmarks.models`.
         rates: Speeds of the links, as tc writes them.
+        smallest: Name of the model of the smallest run.
     """
 
     title: str
@@ -72,14 +80,19 @@ class Experiment:
     claims: tuple[Claim, ...]
     models: tuple[str, ...] = ("resnet50", "bert")
     rates: tuple[str, ...] = ("1gbit",)
+    smallest: str = "tiny"
 
     def variant(self, title: str) -> Variant:
         """Return a variant by its title."""
         return next(variant for variant in self.variants if variant.title == title)
 
-    def claims_about(self, model: str) -> list[Claim]:
-        """Return the claims about this model, or about any."""
-        return [claim for claim in self.claims if claim.model in ("", model)]
+    def measured(self, found: Container[str]) -> list[Variant]:
+        """Return the variants among the measured titles. An older result lacks those that came later."""
+        return [variant for variant in self.variants if variant.title in found]
+
+    def claims_about(self, model: str, found: Container[str]) -> list[Claim]:
+        """Return the claims about this model, or about any, whose variant is measured."""
+        return [claim for claim in self.claims if claim.model in ("", model) and claim.variant in found]
 
 
 _CAPS_MB = (0.001, 1.0, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0)
@@ -90,12 +103,15 @@ EXPERIMENTS = {
             Variant("one bucket", cap_mb=ONE_BUCKET_MB),
             Variant("overlapped"),
             Variant("no communication", synchronises=False),
+            Variant("one bucket, MPI", cap_mb=ONE_BUCKET_MB, mpi=True),
+            Variant("overlapped, MPI", mpi=True),
         ),
         (
             Claim(
                 "overlapped", 0.0, 1 - 0.268, "figure 6: ResNet-50 over gloo on 32 GPUs is 26.8 % faster", "resnet50"
             ),
             Claim("overlapped", 0.0, 1 - 0.215, "figure 6: BERT over gloo on 32 GPUs is 21.5 % faster", "bert"),
+            Claim("overlapped, MPI", 0.0, 1.0, "3.2.3: overlap gains (no figure over MPI)", base="one bucket, MPI"),
         ),
         rates=("1gbit", "10gbit"),
     ),
@@ -138,10 +154,17 @@ EXPERIMENTS = {
         (Claim("float16", 0.45, 0.55, "the tutorials: half the bytes take half the time"),),
     ),
     "scaling": Experiment(
-        "Latency of a step by the number of ranks",
-        tuple(Variant(f"{ranks} rank{'s' * (ranks > 1)}", ranks=ranks) for ranks in (1, 2, 4)),
+        "Latency of a batch by the number of ranks",
+        (
+            Variant("1 rank", ranks=1),
+            Variant("2 ranks", predicts=True),
+            Variant("3 ranks", ranks=3),
+            Variant("4 ranks", ranks=4),
+            *(Variant(f"4 ranks, every {batches}", ranks=4, batches=batches) for batches in (2, 4, 8)),
+        ),
         (Claim("4 ranks", 0.0, 1.2, "the abstract: near-linear scaling"),),
-        models=("transformer", "resnet50"),
+        models=("waiting",),
+        smallest="transformer",  # A prediction needs buckets of two sizes.
     ),
 }
 """By the name on the command line."""

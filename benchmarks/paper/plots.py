@@ -3,8 +3,8 @@
     python -m benchmarks.paper.plots [buckets …] [--results benchmarks/results/paper] [--out docs/pictures]
 
 A box has the quartiles of all steps, its line the median, its whiskers the 5th and 95th percentile. `breakdown` has
-bars of medians instead, `convergence` lines of losses. A hatched band is a claim: the range of step times that agrees
-with it.
+bars of medians instead, with the whole step's percentiles, `convergence` lines of losses, `scaling` lines of
+predictions. A hatched band is a claim: the range of step times that agrees with it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.models import MODELS
 from benchmarks.paper.experiments import EXPERIMENTS, Experiment
 from benchmarks.paper.loss_plot import draw_losses
-from benchmarks.paper.tables import BACKWARD, FORWARD, OPTIMIZER, Launches, batch_s, medians_s
+from benchmarks.paper.scaling import draw_scaling
+from benchmarks.paper.tables import BACKWARD, FORWARD, OPTIMIZER, STEP, Launches, batch_s, medians_s, place
 from benchmarks.source import ROOT
 
 if TYPE_CHECKING:
@@ -40,16 +40,18 @@ def draw(results: dict[str, Any], path: Path) -> None:
     FigureCanvasAgg(figure)
     panels: list[Axes] = list(figure.subplots(1, len(settings), squeeze=False)[0])
     for axes, (setting, found) in zip(panels, settings.items(), strict=True):
-        model, _, rate = setting.partition(", ")
-        axes.set_title(f"{MODELS[model].title}, {rate}")
-        titles = [variant.title for variant in experiment.variants]
-        axes.set_xticks(range(len(titles)), titles, rotation=30, ha="right")
-        if results["experiment"] == "breakdown":
-            _bars(axes, titles, found)
+        axes.set_title(place(setting))
+        if results["experiment"] == "scaling":
+            draw_scaling(axes, found)
         else:
-            _boxes(axes, experiment, titles, found)
-        _claims(axes, experiment, model, found)
-        axes.set_ylim(bottom=0)
+            titles = [variant.title for variant in experiment.measured(found)]
+            axes.set_xticks(range(len(titles)), titles, rotation=30, ha="right")
+            if results["experiment"] == "breakdown":
+                _bars(axes, titles, found)
+            else:
+                _boxes(axes, experiment, titles, found)
+            _claims(axes, experiment, setting.partition(", ")[0], found)
+            axes.set_ylim(bottom=0)
         axes.set_ylabel("seconds a batch")
         axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.3))
     figure.suptitle(experiment.title.replace("`", ""))
@@ -83,20 +85,25 @@ def _bars(axes: Axes, titles: list[str], found: dict[str, Launches]) -> None:
     for name, (color, hatch, seconds) in parts.items():
         axes.bar(range(len(titles)), seconds, 0.6, below, color=color, hatch=hatch, edgecolor="black", label=name)
         below += seconds
+    steps = [[step[STEP] for launch in found[title] for step in launch["seconds"]] for title in titles]
+    low, middle, high = np.array([np.percentile(each, (5, 50, 95)) for each in steps]).T
+    places = np.arange(len(titles)) + 0.2  # Beside the hatches' middle.
+    axes.errorbar(places, middle, [middle - low, high - middle], fmt="k_", capsize=4, label="whole step, 5 to 95 %")
 
 
 def _claims(axes: Axes, experiment: Experiment, model: str, found: dict[str, Launches]) -> None:
     """Draw the band of each claim around its variant; an endless one ends at the slowest step."""
-    titles = [variant.title for variant in experiment.variants]
-    first_s = float(np.median(np.concatenate(batch_s(experiment, titles[0], found[titles[0]]))))
-    slowest = max(max(map(max, batch_s(experiment, title, found[title]))) for title in titles) / first_s
-    for claim in experiment.claims_about(model):
-        low, high = claim.low, max(claim.low, min(claim.high, slowest))
+    titles = [variant.title for variant in experiment.measured(found)]
+    slowest_s = max(max(map(max, batch_s(experiment, title, found[title]))) for title in titles)
+    for claim in experiment.claims_about(model, found):
+        base = claim.base or titles[0]
+        base_s = float(np.median(np.concatenate(batch_s(experiment, base, found[base]))))
+        low, high = claim.low, max(claim.low, min(claim.high, slowest_s / base_s))
         axes.bar(
             titles.index(claim.variant),
-            (high - low) * first_s,
+            (high - low) * base_s,
             0.9,
-            low * first_s,
+            low * base_s,
             fill=False,
             hatch="..",
             linestyle="--",

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.models import MODELS
 from benchmarks.pairs import Ratio, ratio
 from benchmarks.paper.experiments import EXPERIMENTS, Claim, Experiment
+from benchmarks.paper.models import PAPER_MODELS
 from benchmarks.tables import rows_of
 
 FORWARD, BACKWARD, OPTIMIZER, STEP = range(4)
@@ -27,13 +27,13 @@ def medians_s(launches: Launches) -> list[float]:
     return [float(part) for part in np.median([step for launch in launches for step in launch["seconds"]], axis=0)]
 
 
-def against_first(experiment: Experiment, found: dict[str, Launches], title: str) -> Ratio:
-    """Return the time of a batch over that of the first variant, over the rounds that have both."""
-    first = experiment.variants[0].title
-    rounds = min(len(found[title]), len(found[first]))
+def against(experiment: Experiment, found: dict[str, Launches], title: str, base: str = "") -> Ratio:
+    """Return the time of a batch over that of another variant, the first if not named, in the rounds with both."""
+    base = base or experiment.variants[0].title
+    rounds = min(len(found[title]), len(found[base]))
     return ratio(
         [[float(np.median(launch))] for launch in batch_s(experiment, title, found[title][:rounds])],
-        [[float(np.median(launch))] for launch in batch_s(experiment, first, found[first][:rounds])],
+        [[float(np.median(launch))] for launch in batch_s(experiment, base, found[base][:rounds])],
     )
 
 
@@ -50,14 +50,14 @@ def table(results: dict[str, Any]) -> str:
     first = experiment.variants[0].title
     rows = []
     for setting, found in results["settings"].items():
-        for variant in experiment.variants:
+        for variant in experiment.measured(found):
             launches = found[variant.title]
             parts = [f"{1e3 * part:.1f}" for part in medians_s(launches)[:STEP]]
             median_s = np.median(np.concatenate(batch_s(experiment, variant.title, launches)))
             peak_mb = np.median([launch["peak_mb"] for launch in launches])
-            against = "" if variant.title == first else str(against_first(experiment, found, variant.title))
-            cells = [*parts, f"{1e3 * median_s:.1f}", against, f"{peak_mb:,.0f}", str(len(launches))]
-            rows.append([_place(setting), variant.title, *cells])
+            relative = "" if variant.title == first else str(against(experiment, found, variant.title))
+            cells = [*parts, f"{1e3 * median_s:.1f}", relative, f"{peak_mb:,.0f}", str(len(launches))]
+            rows.append([place(setting), variant.title, *cells])
     parts = ["forward, ms", "backward, ms", "optimizer, ms"]
     head = ["model, link", "", *parts, "a batch, ms", f"a batch, of {first}", "memory, MB", "launches"]
     return rows_of(head, rows)
@@ -68,9 +68,10 @@ def claims(results: dict[str, Any]) -> str:
     experiment = EXPERIMENTS[results["experiment"]]
     rows = []
     for setting, found in results["settings"].items():
-        for claim in experiment.claims_about(setting.partition(", ")[0]):
-            measured = against_first(experiment, found, claim.variant)
-            rows.append([claim.source, _place(setting), f"{claim.variant}: {measured}", verdict(claim, measured)])
+        for claim in experiment.claims_about(setting.partition(", ")[0], found):
+            measured = against(experiment, found, claim.variant, claim.base)
+            of = f", of {claim.base}" if claim.base else ""
+            rows.append([claim.source, place(setting), f"{claim.variant}{of}: {measured}", verdict(claim, measured)])
     return rows_of(["claim", "measured with", f"a batch, of {experiment.variants[0].title}", ""], rows)
 
 
@@ -80,10 +81,11 @@ def memory(results: dict[str, Any]) -> str:
     for setting, found in results["settings"].items():
         for ddp in ("torch", "ours"):
             peaks_mb = [[[launch["peak_mb"]] for launch in found[title]] for title in (f"{ddp}, finds unused", ddp)]
-            rows.append([_place(setting), ddp, str(ratio(*peaks_mb))])
+            rows.append([place(setting), ddp, str(ratio(*peaks_mb))])
     return rows_of(["measured with", "DDP", "peak with the flag, of that without"], rows)
 
 
-def _place(setting: str) -> str:
+def place(setting: str) -> str:
+    """Return model and link, as a reader knows them."""
     model, _, rate = setting.partition(", ")
-    return f"{MODELS[model].title}, {rate}"
+    return f"{PAPER_MODELS[model].title}, {rate}"

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from benchmarks.models import MODELS
 from benchmarks.paper.experiments import Variant
+from benchmarks.paper.models import PAPER_MODELS
 from ddpobs import DistributedDataParallel
 
 _WARM_UP = 3
@@ -50,7 +50,7 @@ def _wrapped(module: nn.Module, variant: Variant) -> nn.Module:
         find_unused_parameters=variant.finds_unused,
         comm=variant.comm,
         round_robin_groups=variant.groups,
-        telemetry=False,
+        telemetry=variant.predicts,
     )
 
 
@@ -58,7 +58,7 @@ def train(model: str, variant: Variant, steps: int) -> dict[str, Any]:
     """Train, and return the seconds of each step's parts, shape [steps, 4], and the peak of memory in MB."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    measured = MODELS[model]
+    measured = PAPER_MODELS[model]
     module = measured.build()
     wrapped: Any = _wrapped(_WithUnused(module) if variant.has_unused else module, variant)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-5)
@@ -87,8 +87,14 @@ def train(model: str, variant: Variant, steps: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     options = json.loads(sys.argv[1])
-    dist.init_process_group("gloo")
-    result = train(options["model"], Variant(**options["variant"]), options["steps"])
+    trained = Variant(**options["variant"])
+    if trained.mpi:
+        import ddpobs.mpi  # Initializes MPI.
+
+        dist.init_process_group(ddpobs.mpi.BACKEND)
+    else:
+        dist.init_process_group("gloo")
+    result = train(options["model"], trained, options["steps"])
     if dist.get_rank() == 0:
         Path(os.environ["OUT"], "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()

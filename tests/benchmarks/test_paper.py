@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.pairs import Ratio
-from benchmarks.paper import convergence, order
+from benchmarks.paper import convergence, order, scaling
 from benchmarks.paper import losses as loss_tables
 from benchmarks.paper.experiments import EXPERIMENTS, Claim
 from benchmarks.paper.loss_plot import draw_losses
@@ -28,6 +28,8 @@ def results(experiment: str, step_s: dict[str, float]) -> dict[str, Any]:
         ]
         for variant in EXPERIMENTS[experiment].variants
     }
+    for launch in launches.get("2 ranks", []):
+        launch["predicted"] = {line: [[3.0, 2.0, 4.0]] * len(scaling.RANKS) for line in scaling.LINES}
     return {"experiment": experiment, "settings": {"tiny, 1gbit": launches}}
 
 
@@ -50,6 +52,28 @@ def test_a_batch_is_its_share_of_a_step() -> None:
     found = results("accumulation", {"every 8": 4.0})
     assert "| every 8 | 0.0 | 4000.0 | 0.0 | 500.0 | 0.500 [0.500, 0.500] | 100 | 2 |" in table(found)
     assert claims(found).splitlines()[-1].endswith("| every 8: 0.500 [0.500, 0.500] | holds |")
+
+
+def test_a_claim_compares_with_the_variant_that_it_names() -> None:
+    found = results("breakdown", {"one bucket, MPI": 2.0, "overlapped, MPI": 1.5})
+    assert "| overlapped, MPI, of one bucket, MPI: 0.750 [0.750, 0.750] | holds |" in claims(found)
+
+
+def test_an_older_result_has_no_row_of_a_later_variant() -> None:
+    found = results("breakdown", {})
+    for title in ("one bucket, MPI", "overlapped, MPI"):
+        del found["settings"]["tiny, 1gbit"][title]
+    assert "MPI" not in table(found) + claims(found)
+    assert "| overlapped |" in table(found)
+
+
+def test_predictions_are_multiples_of_one_rank_s_batch_over_all_launches() -> None:
+    found = results("scaling", {"1 rank": 2.0, "4 ranks": 5.0})
+    first, second = found["settings"]["tiny, 1gbit"]["2 ranks"]
+    first["predicted"]["every 1"] = [[4.0, 3.5, 5.0]] * len(scaling.RANKS)
+    second["predicted"]["every 1"] = [[6.0, 3.0, 7.0]] * len(scaling.RANKS)
+    row = scaling.predictions(found).splitlines()[2]
+    assert row == "| 400 tiny parameters, 1gbit | every 1 | 2.50 " + "| 2.50 (1.50 to 3.50) " * 4 + "|"
 
 
 def test_memory_is_compared_with_the_same_ddp_without_the_flag() -> None:
@@ -76,7 +100,7 @@ def test_the_order_of_branches_follows_the_data_and_that_of_layers_their_registr
     assert (layers["orders"], layers["elsewhere"], layers["rebuilt"]) == (1, 0.0, layers["registered"])
 
 
-@pytest.mark.parametrize("experiment", ["breakdown", "buckets"])
+@pytest.mark.parametrize("experiment", ["breakdown", "buckets", "scaling"])
 def test_a_plot_has_its_axes_variants_and_claims(experiment: str, tmp_path: Path) -> None:
     import matplotlib
 
@@ -86,8 +110,12 @@ def test_a_plot_has_its_axes_variants_and_claims(experiment: str, tmp_path: Path
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         draw(found, tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
-    shown = [variant.title for variant in EXPERIMENTS[experiment].variants]
-    shown += ["seconds a batch", *(claim.source for claim in EXPERIMENTS[experiment].claims)]
+    if experiment == "scaling":
+        shown = ["ranks", "256", "abstract: near-linear", *(f"predicted, {line}" for line in scaling.LINES)]
+    else:
+        shown = [variant.title for variant in EXPERIMENTS[experiment].variants]
+        shown += [claim.source for claim in EXPERIMENTS[experiment].claims]
+    shown.append("seconds a batch")
     assert [text for text in shown if text not in drawn] == []
 
 
@@ -136,9 +164,14 @@ def test_convergence_trains_each_way_with_each_seed(tmp_path: Path) -> None:
 
 @pytest.mark.wide
 @pytest.mark.timeout(LIMIT_S + 60)
-def test_an_experiment_measures_each_variant_and_judges_the_claim(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("experiment", "shown"),
+    [("accumulation", "| figure 10"), ("breakdown", "no figure over MPI"), ("scaling", "| 256, predicted |")],
+)
+def test_an_experiment_measures_each_variant_and_judges_the_claim(experiment: str, shown: str, tmp_path: Path) -> None:
     need("tc", "iproute2")
-    output = run("paper/__main__", "accumulation", "--json", str(tmp_path / "results.json"))
+    output = run("paper/__main__", experiment, "--json", str(tmp_path / "results.json"))
     ((_, found),) = json.loads((tmp_path / "results.json").read_text())["settings"].items()
-    assert {title: len(launches) for title, launches in found.items()} == {f"every {n}": 2 for n in (1, 2, 4, 8)}
-    assert "| figure 10" in output
+    titles = [variant.title for variant in EXPERIMENTS[experiment].variants]
+    assert {title: len(launches) for title, launches in found.items()} == dict.fromkeys(titles, 2)
+    assert shown in output

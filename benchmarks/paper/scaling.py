@@ -1,0 +1,113 @@
+"""Scaling: a batch on up to 256 ranks, predicted from a launch of two ranks; the table and the plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.paper.experiments import EXPERIMENTS
+from benchmarks.paper.tables import Launches, batch_s, place
+from benchmarks.rig.collector import push, running_collector, spooling
+from benchmarks.tables import rows_of
+from benchmarks.whatif.__main__ import asked
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+RANKS = tuple(2**power for power in range(1, 9))
+LINES: dict[str, dict[str, float]] = {
+    **{f"every {batches}": {"accumulate": batches} for batches in (1, 2, 4, 8)},
+    "every 1, 100 Gbit/s": {"link_gbps": 100.0},
+}
+"""The predicted lines, each with its question. The paper's cluster has links of 100 Gbit/s."""
+STEPS = 30
+"""Least steps of a launch that predicts: the model is fitted to twenty, without the first ones."""
+_BASE, _ALONE, _LAST = "2 ranks", "1 rank", "4 ranks"
+_RUN = "scaling"
+_NEAR, _DOUBLE = 1.2, 2.0
+"""What we take for near-linear, and section 5.3's step on 256 GPUs, as multiples of a step of one rank."""
+_STYLES = (("-", "o"), ("--", "s"), ("-.", "^"), (":", "D"), ((0, (1, 4)), "X"))
+
+
+def environ(folder: Path) -> dict[str, str]:
+    """Return the environment of ranks whose telemetry `predict` reads."""
+    return spooling(_RUN, folder)
+
+
+def predict(folder: Path) -> dict[str, list[list[float]]]:
+    """Return seconds of a batch and the ends of its interval, by line, shape [RANKS, 3].
+
+    Raises:
+        RuntimeError: The run does not show it.
+    """
+    with running_collector(folder) as url:
+        push(folder / "spool", url)
+        return {
+            line: [_predicted(url, change | {"world_size": ranks}) for ranks in RANKS] for line, change in LINES.items()
+        }
+
+
+def _predicted(url: str, change: dict[str, float]) -> list[float]:
+    document = asked(url, _RUN, change)
+    answer = document["answers"][0] if document["answers"] else {"prediction": None, "refused": document["missing"]}
+    if answer["prediction"] is None:
+        raise RuntimeError(f"no prediction of {change}: {answer['refused']}")
+    return [round(answer["prediction"][name] / 1e9, 6) for name in ("step_ns", "low_ns", "high_ns")]
+
+
+def together(launches: Launches, line: str) -> npt.NDArray[np.float64]:
+    """Return the median of the launches' predictions, and the ends of all their intervals, shape [RANKS, 3]."""
+    each = np.array([launch["predicted"][line] for launch in launches])
+    return np.stack([np.median(each[..., 0], axis=0), each[..., 1].min(axis=0), each[..., 2].max(axis=0)], axis=1)
+
+
+def predictions(results: dict[str, Any]) -> str:
+    """Return a row for each line: the batch on more ranks, as a multiple of one rank's; measured and predicted."""
+    shown = (4, 16, 64, 256)
+    rows = []
+    for setting, found in results["settings"].items():
+        alone_s = _median_s(found, _ALONE)
+        for line in LINES:
+            title = _LAST if line == "every 1" else f"{_LAST}, {line}"
+            measured = f"{_median_s(found, title) / alone_s:.2f}" if title in found else ""
+            lines = together(found[_BASE], line) / alone_s
+            cells = ["{:.2f} ({:.2f} to {:.2f})".format(*lines[RANKS.index(ranks)]) for ranks in shown]
+            rows.append([place(setting), line, measured, *cells])
+    return rows_of(["model, link", "reduced", "4 ranks, measured", *(f"{ranks}, predicted" for ranks in shown)], rows)
+
+
+def _median_s(found: dict[str, Launches], title: str) -> float:
+    return float(np.median(np.concatenate(batch_s(EXPERIMENTS["scaling"], title, found[title]))))
+
+
+def draw_scaling(axes: Axes, found: dict[str, Launches]) -> None:
+    """Draw predicted lines with their intervals, measured batches beside them, and the claims."""
+    alone_s = _median_s(found, _ALONE)
+    for number, (line, (style, marker)) in enumerate(zip(LINES, _STYLES, strict=True)):
+        middle, low, high = together(found[_BASE], line).T
+        # The intervals of two lines stand beside each other.
+        ranks = np.array(RANKS) * 2 ** (0.09 * (number - 2))
+        shape: dict[str, Any] = {"color": "black", "linestyle": style, "marker": marker, "markerfacecolor": "white"}
+        axes.errorbar(
+            ranks, middle, [middle - low, high - middle], **shape, linewidth=1, capsize=2, label=f"predicted, {line}"
+        )
+    for variant in EXPERIMENTS["scaling"].measured(found):
+        steps = np.concatenate(batch_s(EXPERIMENTS["scaling"], variant.title, found[variant.title]))
+        low, middle, high = np.percentile(steps, (5, 50, 95))
+        marker = _STYLES[list(LINES).index(f"every {variant.batches}")][1]
+        label = "measured, 5th to 95th percentile" if variant.title == _ALONE else None
+        ends = [[middle - low], [high - middle]]
+        axes.errorbar([variant.ranks], [middle], ends, fmt=marker, color="0.4", markersize=8, capsize=4, label=label)
+    near = f"abstract: near-linear, here at most {100 * (_NEAR - 1):.0f} % longer"
+    axes.axhspan(alone_s, _NEAR * alone_s, fill=False, hatch="//", edgecolor="0.5", label=near)
+    double: dict[str, Any] = {"color": "black", "markerfacecolor": "white", "markersize": 16}
+    axes.plot([RANKS[-1]], [_DOUBLE * alone_s], "*", **double, label="5.3 (unchecked): twice at 256 GPUs")
+    axes.set_yscale("log")
+    for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        axis("{x:g}")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([1, *RANKS], [str(ranks) for ranks in (1, *RANKS)])
+    axes.set_xlabel("ranks")
