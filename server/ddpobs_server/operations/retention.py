@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from ddpobs_server.operations.bins_in_turns import BinsInTurns
 from ddpobs_server.operations.clock_guard import ClockGuard
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Store
+from ddpobs_server.store import Store, UnavailableError
 from ddpobs_server.web.run_faults import RunFaults
 from ddpobs_server.web.workspace_limits import Limits, effective_limits
 
@@ -215,6 +215,9 @@ class RetentionJob:
             except RetentionRefusedError as refusal:
                 self.failures.inc()
                 _log.error("%s", refusal)
+            except UnavailableError as error:
+                self.failures.inc()
+                _log.error("retention did not finish: %s; the next round starts in %d s", error, _PERIOD_S)
             except Exception:
                 self.failures.inc()
                 _log.exception("retention failed; the next round starts in %d s", _PERIOD_S)

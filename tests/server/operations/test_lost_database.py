@@ -10,12 +10,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from ddpobs_server.operations import commands
+from ddpobs_server.operations import commands, retention
+from ddpobs_server.settings import Settings
 from ddpobs_server.store import LostDatabaseError, Store
 from ddpobs_server.store.database import database_errors, database_lock
+from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
-from benchmarks.rig import databases
+from benchmarks.rig import databases, patience
 from benchmarks.rig.collector import Collector, collector
 from tests.support.server.batches import assert_problem, batch, put, spans, steps
 
@@ -158,3 +160,21 @@ def test_a_locked_database_is_not_damaged() -> None:
     error = sqlite3.OperationalError("database is locked")
     error.sqlite_errorcode = sqlite3.SQLITE_BUSY
     assert not database_errors.is_damage(error)
+
+
+def test_retention_of_a_removed_database_logs_one_line_a_round(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "_PERIOD_S", 0.01)
+    url = databases.sqlite(tmp_path)
+    store = Store(url)
+    store.migrate()
+    Path(url.removeprefix("sqlite:///")).unlink()
+    job = retention.RetentionJob(Settings(), store, CollectorRegistry())
+    job.start()
+    patience.until(lambda: caplog.records)
+    job.close()
+    store.close()
+    record = caplog.records[0]
+    assert "was removed while the collector had it open" in record.getMessage()
+    assert record.exc_info is None
