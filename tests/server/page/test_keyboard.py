@@ -14,6 +14,8 @@ _FOCUSED = """() => {
   return node.getAttribute("aria-label") ?? node.title + node.id + node.textContent.trim();
 }"""
 
+_RING = _FOCUSED.replace("return node.getAttribute", "return getComputedStyle(node).outline; node.getAttribute")
+
 
 def test_with_a_keyboard_alone_the_figures_are_near_and_their_tools_have_names(browser: Any, url: str) -> None:
     visit = drawn(browser, f"{url}/runs/picture")
@@ -25,10 +27,11 @@ def test_with_a_keyboard_alone_the_figures_are_near_and_their_tools_have_names(b
     while "previousEarlier step" not in stops:
         press("Tab")
         stops.append(focused(_FOCUSED))
-        assert len(stops) < 16, stops
+        assert len(stops) < 8, stops
     press("Tab")
     press("Tab")
     tools = [focused(_FOCUSED)]
+    assert focused(_RING) == "rgb(29, 78, 216) solid 2px"
     while len(tools) < 4:
         press("ArrowRight")
         tools.append(focused(_FOCUSED))

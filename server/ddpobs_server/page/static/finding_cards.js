@@ -69,7 +69,9 @@ function show(key, isChosen, choose) {
   );
   button.addEventListener("click", () => {
     if (!isChosen) choose();
-    document.getElementById("selection").scrollIntoView({ block: "start" });
+    const selection = document.getElementById("selection");
+    selection.focus({ preventScroll: true });
+    selection.scrollIntoView({ block: "start" });
   });
   return button;
 }
