@@ -53,13 +53,13 @@ class _Cause(NamedTuple):
 
     Attributes:
         parts: Its parts of the account.
-        does: Activity of a rank, and of several.
+        does: Activity of a rank, and of several. A subject and a verb for what no rank does.
         remedy: Remedy, as a sentence.
         kinds: Kinds of `wire.Outside` with its intervals.
     """
 
     parts: tuple[str, ...]
-    does: tuple[str, str]
+    does: tuple[str, str] | str
     remedy: str
     kinds: tuple[str, ...] = ()
 
@@ -89,7 +89,7 @@ _CAUSES = (
     ),
     _Cause(
         ("restart", "repeated_steps"),
-        ("restarts or repeats steps", "restart or repeat steps"),
+        "Restarts and repeated steps take",
         "Save checkpoints more often, and see why the attempts ended (`crash`)",
     ),
     _Cause(
@@ -162,6 +162,8 @@ def _finding(evidence: Evidence, account: RunAccount, losses: dict[_Cause, int],
     wall_ns = account.rank_ns / _ranks(account)
     if main is not None and explains:
         does, taken_ns = main.does, worst_ns
+        if isinstance(does, str):
+            ranks, taken_ns = sorted(by_rank), losses[main] // _ranks(account)
         others = _others_wait(len(by_rank) - len(ranks)) if waiting_ns > worst_ns / 10 else ""
         remedy = main.remedy
         if waits != _WAITS and len(ranks) < len(by_rank):
@@ -210,7 +212,9 @@ def _finding(evidence: Evidence, account: RunAccount, losses: dict[_Cause, int],
     )
 
 
-def _verdict(ranks: list[int], count: int, does: tuple[str, str], share: float) -> str:
+def _verdict(ranks: list[int], count: int, does: tuple[str, str] | str, share: float) -> str:
+    if isinstance(does, str):
+        return f"{does} {percent(share)} of the run"
     subject = "All ranks" if len(ranks) == count > 1 else format_ranks(ranks).capitalize()
     return f"{subject} {does[len(ranks) > 1]} for {percent(share)} of the run"
 

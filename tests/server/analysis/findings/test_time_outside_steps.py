@@ -78,3 +78,18 @@ def test_a_rank_that_starts_up_is_named_and_the_other_waits_with_its_place(place
 def test_a_short_wait_in_the_start_does_not_count() -> None:
     known: dict[str, Any] = {"until_s": 100, "prepare_ns": 30 * S, **steps(60)}
     assert judge(process(0, **known), process(1, **known, prepare_wait_ns=29 * S)) == []
+
+
+def test_restarts_are_nobodys_work() -> None:
+    late: dict[str, Any] = dict.fromkeys(("started_ns", "imported_ns", "ready_ns"), 150 * S)
+    first = Launch("a", 0, 2, [process(rank, checkpoint_step=50, **steps(90)) for rank in range(2)])
+    second = Launch("b", 1, 2, [process(rank, until_s=250, **steps(90), **late) for rank in range(2)])
+    account = account_of([first, second])
+    finding = only(list(time_outside_steps(evidence(account=account))))
+    share = account.share("restart")
+    assert (finding.verdict, finding.ranks) == (
+        f"Restarts and repeated steps take {share:.0%} of the run".replace("%", " %"),
+        [0, 1],
+    )
+    assert finding.gain is not None
+    assert finding.gain.ratio == pytest.approx(share, abs=0.001)
