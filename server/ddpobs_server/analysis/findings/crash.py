@@ -222,10 +222,27 @@ def _remedy(evidence: Evidence, ends: list[End]) -> str:
         return _TERMINATED
     if not first.is_consequence:
         return "Correct the error that the traceback shows." + _OTHERS * (len(ends) > 1)
+    if first.facts.stage and (own := _own_error_before(evidence)):
+        return f"Correct the error of {own} first. The ranks of a restart may fail to connect because of it."
     known = {end.rank for end in ends}
     if silent := [rank for rank in range(evidence.world_size) if rank not in known and not evidence.ended.get(rank)]:
         return f"Look at the log of {format_ranks(silent)} first: no end has been reported from there."
     return _CONNECTION if len(set(evidence.hosts.values())) == 1 else _CONNECTION + _HOSTS
+
+
+def _own_error_before(evidence: Evidence) -> str:
+    """Return the latest earlier attempt in which a rank failed by itself, with its error; empty without one."""
+    own = [
+        f"attempt {number}, {end.reason},"
+        for number, end in enumerate(_earlier(evidence), start=1)
+        if end is not None and end.kind == "failed" and not end.is_consequence
+    ]
+    return own[-1] if own else ""
+
+
+def _earlier(evidence: Evidence) -> list[End | None]:
+    """Return how each earlier attempt ended, oldest first; None where no end was reported."""
+    return [next(iter(ends_of(events)), None) for events in evidence.earlier_ends]
 
 
 def _reason(end: End | None) -> str:
@@ -235,7 +252,7 @@ def _reason(end: End | None) -> str:
 
 
 def _facts(evidence: Evidence, first: End, victims: list[int], ends: list[End]) -> CrashFacts:
-    earlier = [next(iter(ends_of(events)), None) for events in evidence.earlier_ends]
+    earlier = _earlier(evidence)
     attempts = [*earlier, first]
     listed = [f"attempt {number}: {_reason(end)}" for number, end in enumerate(attempts, start=1)]
     differs = (number for number, end in enumerate(reversed(earlier)) if end is None or not end.is_same_error(first))

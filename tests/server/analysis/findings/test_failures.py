@@ -182,6 +182,16 @@ def test_a_crash_names_the_users_line_and_the_first_sentence_of_its_error() -> N
     )
 
 
+def test_an_attempt_that_did_not_connect_names_the_earlier_error() -> None:
+    own = failed(1, "ValueError", "bad label", 6, phase="other", place="a.py:3")
+    lost = failed(0, "RuntimeError", "Gloo connectFullMesh failed", 9, stage="init_process_group")
+    finding = only(crash(evidence(events=[lost], earlier_ends=[[own], [lost]])))
+    assert finding.measure == "the same error ended 2 attempts"
+    assert finding.remedy.startswith("Correct the error of attempt 1, ValueError: bad label, in your loop")
+    alone = only(crash(evidence(events=[lost], earlier_ends=[[lost]])))
+    assert "attempt 1" not in alone.remedy
+
+
 def test_the_same_error_of_several_attempts_is_counted_and_listed() -> None:
     other, same = failed(0, "KeyError", "'x'", 1), failed(1, "OSError", "port 4711", 2, place="a.py:3")
     this = failed(1, "OSError", "port 4712", 3, place="a.py:3")
