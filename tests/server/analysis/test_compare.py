@@ -135,6 +135,7 @@ def test_equal_runs_of_few_dependent_steps_seldom_differ(memory: float) -> None:
         (145, 144, 146, "slower", "slower by 4.3 % (3.6 to 5.0 %)"),
         (70, 60, 80, "faster", "faster by 50 % (42 to 57 %)"),
         (139, 138, 140, "same", "no difference seen, and one of 1.4 % would have been"),
+        (200, 100, 400, "same", "1.4× (0.7 to 2.9), not decided: the interval spans 1×"),
         (200, 100, 400, "too-few", "1.4× (0.7 to 2.9), not decided: the interval spans 1×"),
         (930, 1, 99_000, "too-few", "6.7× (0.007 to 712), not decided: the interval spans 1×"),
         (200, 150, 400, "too-few", "1.4× (1.1 to 2.9), not decided: too few steps"),
@@ -142,8 +143,14 @@ def test_equal_runs_of_few_dependent_steps_seldom_differ(memory: float) -> None:
     ],
 )
 def test_a_change_in_words(b_ms: float, low_ms: float, high_ms: float, verdict: Verdict, words: str) -> None:
-    step = Change("step", "step", 139, b_ms, low_ms - 139, high_ms - 139, 2, verdict)
+    step = Change("step", "step", 139, b_ms, low_ms - 139, high_ms - 139, 2 if high_ms < 390 else 261, verdict)
     assert change_words(step) == words
+
+
+def test_a_headline_of_noisy_steps_decides_nothing() -> None:
+    step = Change("step", "step", 20 * MS, 30 * MS, -10 * MS, 40 * MS, 30 * MS, "same")
+    noisy = Comparison([step], (500, 500), (0, 0), "")
+    assert headline("b", noisy) == "Not decided: 20.0 → 30.0 ms a step, 1.5× (0.5 to 3.0): the interval spans 1×"
 
 
 def test_long_steps_and_the_first_steps_are_compared_apart() -> None:
