@@ -32,8 +32,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks.links import INTERFACE, LinkError, address, links, moved_bytes
 from benchmarks.pairs import ratio
-from benchmarks.parameter_server import ParameterServer
+from benchmarks.parameter_server import ParameterServer, Servers
 from benchmarks.rig.ranks import run_ranks
+from benchmarks.tables import rows_of
 from ddpobs import DistributedDataParallel
 from ddpobs.comm import PowerSGD
 
@@ -50,7 +51,7 @@ def model(width: int, layers: int = 24) -> nn.Module:
 
 
 def variants() -> dict[str, Callable[[nn.Module], Any]]:
-    """Return, by name, the function that wraps the model."""
+    """Return, by name, the function that wraps the model. With servers each layer is a bucket, so all serve equally."""
     ours = DistributedDataParallel
     wrappers: dict[str, Callable[[nn.Module], Any]] = {
         PLAIN: ours,
@@ -63,6 +64,8 @@ def variants() -> dict[str, Callable[[nn.Module], Any]]:
         "round-robin, 3 groups": partial(ours, round_robin_groups=3),
         "round-robin, 5 groups": partial(ours, round_robin_groups=5),
         "parameter server": partial(ours, comm=ParameterServer),
+        "one server": partial(ours, comm=Servers, bucket_cap_mb=2.0),
+        "a server on each rank": partial(ours, comm=partial(Servers, on_each_rank=True), bucket_cap_mb=2.0),
         "DataParallel-like": DataParallelLike,
     }
     for label, cap in CAPS_MB.items():
@@ -189,6 +192,18 @@ def report(results: dict[str, Any], options: argparse.Namespace) -> str:
             f"| {name} | {against_plain} | {results['busiest_link'][name]:.2f} | {results['mean_link'][name]:.2f} |"
         )
     return "\n".join([*lines, "", *_claims(results)])
+
+
+def traffic(results: dict[str, Any]) -> str:
+    """Return a row for each variant: bytes a step on the links, and with several rounds the step's time."""
+    seconds, size = results["seconds"], results["gradient_bytes"]
+    rows = []
+    for name, step_s in seconds.items():
+        against_plain = str(ratio([step_s], [seconds[PLAIN]])) if len(step_s) > 1 and name != PLAIN else ""
+        shares = [f"{100 * results[link][name]:.0f} %" for link in ("busiest_link", "mean_link")]
+        rows.append([name, *shares, against_plain])
+    head = ["", f"bytes on the busiest link, of {size / 2**20:.0f} MiB of gradients", "on the mean link"]
+    return rows_of([*head, f"step, of {PLAIN}"], rows)
 
 
 def _claims(results: dict[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from benchmarks.parameter_server import ParameterServer
+from benchmarks.parameter_server import ParameterServer, Servers
 from ddpobs import DistributedDataParallel
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm import FuturePending, PowerSGD, TopK, registry
@@ -26,7 +26,8 @@ from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
 from tests.support.distributed.strategies import STRATEGIES, same_everywhere
 
-CLOSE: dict[Any, float] = {"fp16": 1e-3, "bf16": 1e-2, "int8": 1e-2, ParameterServer: 1e-6}
+SERVERS = partial(Servers, on_each_rank=True)
+CLOSE: dict[Any, float] = {"fp16": 1e-3, "bf16": 1e-2, "int8": 1e-2, ParameterServer: 1e-6, SERVERS: 1e-6}
 """Largest distance of a step's gradients from the plain mean, as a share of the largest gradient."""
 
 
