@@ -16,12 +16,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import auto_cap, causes, citus, crashes, hangs, switched
+from benchmarks import auto_cap, causes, citus, communication, crashes, hangs, switched
 from benchmarks.broken import FAULTS
 from benchmarks.diagnosis.tables import table as diagnosis_table
 from benchmarks.models import MODELS
 from benchmarks.pairs import Ratio, ratio
-from benchmarks.paper import losses, order, scaling
+from benchmarks.paper import losses, operations, order, readiness, scaling
 from benchmarks.paper.experiments import EXPERIMENTS
 from benchmarks.paper.tables import claims, memory
 from benchmarks.tables import compare, rows_of
@@ -324,14 +324,9 @@ def _costs(read: dict[str, float]) -> list[str]:
     return [f"{read[name]:,.1f}" for name in ("mb", "processor_s", "peak_mb")]
 
 
-def _paper(experiment: str) -> str:
+def _paper(experiment: str, table: Callable[[dict[str, Any]], str] = claims) -> str:
     found = files(f"paper/{experiment}")
-    return claims(json.loads(found[-1].read_text())) if found else NOT_MEASURED
-
-
-def _predictions() -> str:
-    found = files("paper/scaling")
-    return scaling.predictions(json.loads(found[-1].read_text())) if found else NOT_MEASURED
+    return table(json.loads(found[-1].read_text())) if found else NOT_MEASURED
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -360,9 +355,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "diagnosis-sums": lambda: _diagnosis(1),
     "diagnosis-alarms": lambda: _diagnosis(2),
     **{f"paper-{experiment}": partial(_paper, experiment) for experiment in EXPERIMENTS},
-    "paper-predictions": _predictions,
+    "paper-predictions": partial(_paper, "scaling", scaling.predictions),
+    "paper-operations": partial(_paper, "operations", operations.table),
+    "paper-readiness": partial(_paper, "readiness", readiness.table),
+    "paper-servers": partial(_paper, "servers", communication.traffic),
     "paper-order": lambda: order.table(newest("paper/order")["found"]),
-    "paper-memory": lambda: memory(newest("paper/unused")),
+    "paper-memory": partial(_paper, "unused", memory),
     "paper-convergence": lambda: losses.claims(newest("paper/convergence")["found"]),
 }
 

@@ -3,8 +3,8 @@
     python -m benchmarks.paper.plots [buckets …] [--results benchmarks/results/paper] [--out docs/pictures]
 
 A box has the quartiles of all steps, its line the median, its whiskers the 5th and 95th percentile. `breakdown` has
-bars of medians instead, with the whole step's percentiles, `convergence` lines of losses, `scaling` lines of
-predictions. A hatched band is a claim: the range of step times that agrees with it.
+bars of medians instead, with the whole step's percentiles; `convergence`, `operations`, `readiness` and `scaling` have
+lines. A hatched band is a claim: the range of step times that agrees with it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import numpy as np
 
 from benchmarks.paper.experiments import EXPERIMENTS, Experiment
 from benchmarks.paper.loss_plot import draw_losses
+from benchmarks.paper.operations import draw_operations
+from benchmarks.paper.readiness import draw_readiness
 from benchmarks.paper.scaling import draw_scaling
 from benchmarks.paper.tables import BACKWARD, FORWARD, OPTIMIZER, STEP, Launches, batch_s, medians_s, place
 from benchmarks.source import ROOT
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _RESULTS, _PICTURES = ROOT / "benchmarks" / "results" / "paper", ROOT / "docs" / "pictures"
+_OTHERS = {"convergence": draw_losses, "operations": draw_operations, "readiness": draw_readiness}
 _ALONE = "no communication"
 """The variant of `breakdown` whose backward only computes."""
 
@@ -118,7 +121,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=_RESULTS)
     parser.add_argument("--out", type=Path, default=_PICTURES)
     options = parser.parse_args()
-    for name, drawn in {**dict.fromkeys(EXPERIMENTS, draw), "convergence": draw_losses}.items():
+    for name, drawn in (dict.fromkeys(EXPERIMENTS, draw) | _OTHERS).items():
         files = sorted(options.results.glob(f"{name}-20*.json"))
         if files and name in (options.names or [name]):
             drawn(json.loads(files[-1].read_text()), options.out / f"paper-{name}.svg")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.pairs import Ratio
-from benchmarks.paper import convergence, order, scaling
+from benchmarks.paper import convergence, operations, order, readiness, scaling
 from benchmarks.paper import losses as loss_tables
 from benchmarks.paper.experiments import EXPERIMENTS, Claim
 from benchmarks.paper.loss_plot import draw_losses
@@ -23,7 +23,7 @@ def results(experiment: str, step_s: dict[str, float]) -> dict[str, Any]:
     """Two launches of three equal steps for each variant, all of it backward."""
     launches = {
         variant.title: [
-            {"seconds": [[0.0, backward_s, 0.0, backward_s]] * 3, "peak_mb": 100.0}
+            {"seconds": [[0.0, backward_s, 0.0, backward_s]] * 3, "peak_mb": 100.0, "growth_mb": 10.0}
             for backward_s in [step_s.get(variant.title, 1.0)] * 2
         ]
         for variant in EXPERIMENTS[experiment].variants
@@ -79,10 +79,10 @@ def test_predictions_are_multiples_of_one_rank_s_batch_over_all_launches() -> No
 def test_memory_is_compared_with_the_same_ddp_without_the_flag() -> None:
     found = results("unused", {})
     for launch in found["settings"]["tiny, 1gbit"]["torch, finds unused"]:
-        launch["peak_mb"] = 112.0
+        launch |= {"peak_mb": 112.0, "growth_mb": 22.0}
     torch, ours = memory(found).splitlines()[2:]
-    assert torch.endswith("| torch | 1.120 [1.120, 1.120] |")
-    assert ours.endswith("| ours | 1.000 [1.000, 1.000] |")
+    assert torch.endswith("| torch | 1.120 [1.120, 1.120] | 2.200 [2.200, 2.200] |")
+    assert ours.endswith("| ours | 1.000 [1.000, 1.000] | 1.000 [1.000, 1.000] |")
 
 
 def test_a_bucket_is_complete_when_its_last_gradient_and_the_buckets_before_it_are() -> None:
@@ -148,6 +148,33 @@ def test_the_plot_of_losses_has_its_axes_and_trainings(tmp_path: Path) -> None:
     shown = ["iteration, a batch on each rank", "training loss", "batch 8, learning rate 0.02", "claim 11 (b)"]
     shown += [training.title for training in convergence.TRAININGS[8]]
     assert [text for text in shown if text not in drawn] == []
+
+
+def test_the_table_of_readiness_has_shares_of_backward() -> None:
+    row = readiness.table({"ready_s": [[0.1, 0.2, 0.3, 1.0], [0.2, 0.4, 0.6, 2.0]]}).splitlines()[-1]
+    assert row == "| 4 | 10 % (10 to 10) | 20 % (20 to 20) | 30 % (30 to 30) | 70 % (70 to 70) |"
+
+
+def test_the_plots_of_figure_2_have_their_axes_and_claims(tmp_path: Path) -> None:
+    import matplotlib
+
+    seconds = {name: {str(count): [1.0, 2.0] for count in operations.SHARES} for name in ("gloo", "MPI")}
+    measured = {"seconds": seconds, "parameters": 60_000_000, "rate": "1gbit"}
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        operations.draw_operations(measured, tmp_path / "operations.svg")
+        readiness.draw_readiness({"ready_s": [[0.1, 0.2, 0.3]] * 2}, tmp_path / "readiness.svg")
+    drawn = (tmp_path / "operations.svg").read_text() + (tmp_path / "readiness.svg").read_text()
+    shown = ["parameters an operation", "seconds to reduce 60,000,000 parameters", "claim of figure 2", "MPI: median"]
+    shown += ["gradients that are ready", "seconds of a processor", "5th to 95th percentile", "figure 2 (c), (d)"]
+    assert [text for text in shown if text not in drawn] == []
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(LIMIT_S + 60)
+@pytest.mark.parametrize(("name", "row"), [("operations", "| 60,000 |"), ("readiness", "% |")])
+def test_each_part_of_figure_2_is_measured(name: str, row: str) -> None:
+    need("tc", "iproute2")
+    assert row in run(f"paper/{name}")
 
 
 @pytest.mark.wide
