@@ -1,7 +1,7 @@
 """Repeat an experiment of the DDP paper on links of a chosen speed.
 
-    sudo python -m benchmarks.paper EXPERIMENT [--models resnet50,bert] [--rates 1gbit] [--rounds 5] [--steps 10]
-        [--json FILE] [--smoke]
+    sudo python -m benchmarks.paper EXPERIMENT [--models resnet50,bert] [--rates 1gbit] [--only '25 MB;100 MB']
+        [--rounds 5] [--steps 10] [--json FILE] [--smoke]
 
 Each rank has a network namespace with one thread and a shaped link. A launch is a training of one variant, in processes
 of its own. A round launches every variant once, in a new random order; the interval is that of the rounds' ratios
@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.faults.launch import ranks_of
 from benchmarks.links import INTERFACE, LinkError, Links, address, links
 from benchmarks.paper import scaling
-from benchmarks.paper.experiments import EXPERIMENTS, Experiment, Variant
+from benchmarks.paper.experiments import EXPERIMENTS, Variant
 from benchmarks.paper.tables import claims, table
 from benchmarks.rig import patience
 from benchmarks.source import facts, keep, resumed
@@ -79,16 +79,16 @@ def _over_mpi(_: Variant, arguments: str, folder: Path, network: Links) -> None:
         raise RuntimeError(done.stdout + done.stderr)
 
 
-def measure(experiment: Experiment, options: argparse.Namespace, results: dict[str, Any]) -> None:
+def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
     """Add rounds to the results, and keep them after each."""
     settings: Settings = results["settings"]
-    with links(max(variant.ranks for variant in experiment.variants), "1gbit") as network:
+    with links(max(variant.ranks for variant in options.only), "1gbit") as network:
         for round_ in range(options.rounds):
             for model in options.models:
                 for rate in options.rates:
                     network.set_rate(rate)
                     found = settings.setdefault(f"{model}, {rate}", {})
-                    for variant in random.sample(experiment.variants, len(experiment.variants)):
+                    for variant in random.sample(options.only, len(options.only)):
                         found.setdefault(variant.title, []).append(launch(variant, model, network, options.steps))
             keep(results, options.json)
             print(f"round {round_ + 1} of {options.rounds}", file=sys.stderr, flush=True)
@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("experiment", choices=EXPERIMENTS)
     parser.add_argument("--models", help="default: the experiment's")
     parser.add_argument("--rates", help="of the links, as tc writes them; default: the experiment's")
+    parser.add_argument("--only", help="titles of variants, separated by semicolons; default: all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="of each launch, after the warm-up")
     parser.add_argument("--json", type=Path, help="file for the results, continued from an earlier run")
@@ -111,10 +112,12 @@ def main() -> None:
         options.models, options.rates, options.rounds, options.steps = experiment.smallest, "10gbit", 2, 2
     options.models = options.models.split(",") if options.models else experiment.models
     options.rates = options.rates.split(",") if options.rates else experiment.rates
+    titles = options.only.split(";") if options.only else [variant.title for variant in experiment.variants]
+    options.only = [experiment.variant(title) for title in titles]
     fresh = facts(*_MEASURED) | {"experiment": options.experiment, "settings": {}}
     results = resumed(options.json, fresh, anew=options.anew)
     try:
-        measure(experiment, options, results)
+        measure(options, results)
     except LinkError as error:
         sys.exit(f"benchmarks.paper: {error}")
     print(table(results) + "\n" + claims(results))

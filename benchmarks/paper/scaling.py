@@ -66,7 +66,7 @@ def together(launches: Launches, line: str) -> npt.NDArray[np.float64]:
 
 def predictions(results: dict[str, Any]) -> str:
     """Return a row for each line: the batch on more ranks, as a multiple of one rank's; measured and predicted."""
-    shown = (4, 16, 64, 256)
+    shown = (4, 8, 64, 256)
     rows = []
     for setting, found in results["settings"].items():
         alone_s = _median_s(found, _ALONE)

@@ -1,7 +1,7 @@
 """A training of one variant on one rank: `python training.py '{"model": …, "variant": …, "steps": …}'`.
 
 The first rank writes `result.json` to `$OUT`: seconds of forward, backward, optimizer and the whole step, for each step
-after the warm-up, and the peak of the process's memory.
+after the warm-up, the peak of the process's memory, and what of it came with the training.
 """
 
 from __future__ import annotations
@@ -55,8 +55,10 @@ def _wrapped(module: nn.Module, variant: Variant) -> nn.Module:
 
 
 def train(model: str, variant: Variant, steps: int) -> dict[str, Any]:
-    """Train, and return the seconds of each step's parts, shape [steps, 4], and the peak of memory in MB."""
+    """Train; return the seconds of each step's parts, shape [steps, 4], the peak of memory and its growth in MB."""
     torch.set_num_threads(1)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    before_mb = pages * resource.getpagesize() / 1e6
     torch.manual_seed(0)
     measured = PAPER_MODELS[model]
     module = measured.build()
@@ -82,7 +84,11 @@ def train(model: str, variant: Variant, steps: int) -> dict[str, Any]:
         ended_s = time.perf_counter()
         seconds.append([forward_s, backward_s, ended_s - optimizer_began_s, ended_s - began_s])
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-    return {"seconds": [[round(part, 6) for part in step] for step in seconds[_WARM_UP:]], "peak_mb": round(peak_mb, 1)}
+    return {
+        "seconds": [[round(part, 6) for part in step] for step in seconds[_WARM_UP:]],
+        "peak_mb": round(peak_mb, 1),
+        "growth_mb": round(peak_mb - before_mb, 1),
+    }
 
 
 if __name__ == "__main__":
