@@ -131,7 +131,7 @@ class Store:
         """
         self._check_acceptance()
         try:
-            with self._engine.begin() as connection:
+            with self._state.observed(), self._engine.begin() as connection:
                 migration.wait_for_migration(connection)
                 outcomes = ingest.write(connection, arrivals)
         except (DataError, OverflowError) as error:
@@ -154,7 +154,7 @@ class Store:
             migration.check(connection)
         if time.monotonic() - self._stored_at < _PROBE_S:
             return  # The latest commit is a better proof, and a probe would wait for the writer.
-        with self._engine.connect() as connection:
+        with self._state.observed(), self._engine.connect() as connection:
             health_queries.try_batch(connection)
 
     def _check_acceptance(self) -> None:

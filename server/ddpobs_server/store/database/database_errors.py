@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import Connection, Engine
 from sqlalchemy.engine import ExceptionContext
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as NoConnectionError
 from sqlalchemy.pool import PoolProxiedConnection, QueuePool
 from typing_extensions import override
@@ -105,21 +107,32 @@ def translate(context: ExceptionContext) -> UnavailableError | None:
         context.is_disconnect = True
     if _is_lost_by_pool(error):
         context.is_disconnect = True  # The driver's record of prepared statements is wrong from now on.
-    if _sqlite_code(error) in _DENIED and context.engine is not None and context.engine.url.database:
-        file = Path(context.engine.url.database).resolve()
-        return UnavailableError(f"{error}: {database_access.missing_right(file) or file}", full=False)
-    return _unavailable(error) if context.is_disconnect or _passes(error) else None
+    return _passing(error, context.engine) or (_unavailable(error) if context.is_disconnect else None)
 
 
 @contextmanager
-def translated() -> Iterator[None]:
-    """Do the same for direct calls of SQLite's driver: SQLAlchemy does not see their errors."""
+def translated(connection: Connection) -> Iterator[None]:
+    """Do the same for direct calls of SQLite's driver, whose errors SQLAlchemy does not see.
+
+    Raises:
+        UnavailableError: As `translate` returns it.
+        DBAPIError: SQLAlchemy's form of any other error.
+    """
     try:
         yield
     except sqlite3.Error as error:
-        if _passes(error):
-            raise _unavailable(error) from error
-        raise
+        if is_damage(error):
+            raise damaged(error) from error
+        other = DBAPIError.instance(None, None, error, sqlite3.Error)
+        raise (_passing(error, connection.engine) or other) from error
+
+
+def _passing(error: Any, engine: Engine | None) -> UnavailableError | None:
+    """The `UnavailableError` of an error that may pass; None for any other."""
+    if _sqlite_code(error) in _DENIED and engine is not None and engine.url.database:
+        file = Path(engine.url.database).resolve()
+        return UnavailableError(f"{error}: {database_access.missing_right(file) or file}", full=False)
+    return _unavailable(error) if _passes(error) else None
 
 
 def _unavailable(error: Any) -> UnavailableError:

@@ -6,6 +6,8 @@ an older version writes into a newer schema may be wrong.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +72,20 @@ class DatabaseState:
         self.check()
 
     def _note_damage(self, context: ExceptionContext) -> None:
-        if database_errors.is_damage(context.original_exception):
-            self._damage = str(context.original_exception)
+        self._note(context.original_exception)
+
+    def _note(self, error: BaseException | None) -> None:
+        if database_errors.is_damage(error):
+            self._damage = str(error)
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """Note the damage that direct calls of SQLite's driver meet: the engine's events do not show it."""
+        try:
+            yield
+        except LostDatabaseError as error:
+            self._note(error.__cause__)
+            raise
 
 
 def _identity(path: Path) -> _Identity | None:

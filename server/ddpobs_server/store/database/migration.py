@@ -13,6 +13,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, func, inspect, literal, select
 
 from ddpobs_server.store.database.database_errors import OtherSchemaError, UnusableError
+from ddpobs_server.store.database.sql import execute_one
 
 _log = logging.getLogger(__name__)
 _MIGRATIONS = Path(__file__).parents[1] / "migrations"
@@ -79,7 +80,8 @@ def check(connection: Connection) -> None:
     Raises:
         OtherSchemaError: Another version changed it.
     """
-    current = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar()
+    rows = execute_one(connection, "SELECT version_num FROM alembic_version", ())
+    current = rows[0][0] if rows else None
     if current != _head():
         raise OtherSchemaError(current, _head())
 

@@ -1,7 +1,8 @@
 """Statements as the drivers take them: compiled once, since SQLAlchemy takes longer to compile one than to run it.
 
 PostgreSQL takes many rows in one statement. On a cluster each statement is a round trip from the node with the
-connection to the node with the run. SQLite has no round trips, and runs one prepared statement for each row faster.
+connection to the node with the run. SQLite has no round trips, and runs one prepared statement for each row faster. Its
+driver is called directly: SQLAlchemy's own work on a statement takes longer than the statement.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Dialect, Double, Insert, Select, Table, TextClause, Update, cast, func
 from sqlalchemy.dialects import postgresql, sqlite
+
+from ddpobs_server.store.database import database_errors
 
 _NAMED = re.compile(r"%\((\w+)\)s")
 """A parameter by its name, as SQLAlchemy writes it for PostgreSQL's driver, which takes both forms."""
@@ -65,13 +68,30 @@ def execute_many(connection: Connection, statement: Insert, rows: list[dict[str,
 def execute_rows(connection: Connection, sql: str, rows: Sequence[Values]) -> int:
     """The same for SQL of an insert of one row. If it updates existing rows, no two rows may have the same key."""
     if connection.dialect.name == "sqlite":
-        return connection.exec_driver_sql(sql, list(rows)).rowcount
+        with database_errors.translated(connection):
+            count: int = _sqlite(connection).executemany(sql, rows).rowcount
+            return count
     count = max(1, _MAX_PARAMETERS // len(rows[0]))
     pages = (rows[first : first + count] for first in range(0, len(rows), count))
     return sum(
         connection.exec_driver_sql(with_rows(sql, len(page)), tuple(chain.from_iterable(page))).rowcount
         for page in pages
     )
+
+
+def execute_one(connection: Connection, sql: str, values: Values) -> list[Any]:
+    """Run a statement in the open transaction, and return its rows."""
+    if connection.dialect.name == "sqlite":
+        with database_errors.translated(connection):
+            rows: list[Any] = _sqlite(connection).execute(sql, values).fetchall()
+            return rows
+    result = connection.exec_driver_sql(sql, tuple(values))
+    return list(result) if result.returns_rows else []
+
+
+def _sqlite(connection: Connection) -> Any:
+    """The driver's own connection, in the same transaction."""
+    return connection.connection.dbapi_connection
 
 
 def with_rows(sql: str, count: int) -> str:

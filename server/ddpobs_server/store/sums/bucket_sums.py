@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Dialect, and_, bindparam, or_, select
 
 from ddpobs import wire
 from ddpobs_server.store import schema
-from ddpobs_server.store.database.sql import compiled, execute_rows, insert
+from ddpobs_server.store.database.sql import compiled, execute_one, execute_rows, insert
 from ddpobs_server.store.rows import BucketRollup
 from ddpobs_server.store.selected_sources import SelectedSources
 
@@ -170,7 +170,7 @@ def _unpack(packed: bytes) -> Table:
 def _stored(connection: Connection, keys: list[Key]) -> dict[Key, Table]:
     values = {f"{name}_{index}": value for index, key in enumerate(keys) for name, value in zip(_KEY, key, strict=True)}
     sql, order = _lookup(connection.dialect, len(keys))
-    rows = connection.exec_driver_sql(sql, tuple(values[name] for name in order))
+    rows = execute_one(connection, sql, [values[name] for name in order])
     return {(run, source, module, revision): _unpack(packed) for run, source, module, revision, packed in rows}
 
 

@@ -19,7 +19,7 @@ from sqlalchemy import Connection, bindparam, literal_column, select
 
 from ddpobs import wire
 from ddpobs_server.store import schema
-from ddpobs_server.store.database.sql import compiled
+from ddpobs_server.store.database.sql import compiled, execute_one
 
 BIN_STEPS, FACTOR, LEVELS = schema.ROLLUP_STEPS, 4, 8
 BLOCK_RANKS, OVER_RANKS = 32, -1
@@ -133,7 +133,7 @@ def mark_stale(connection: Connection, steps: Iterable[tuple[str, str, wire.Ints
     for (run, attempt), bins in sorted(numbers.items()):
         for low, high in ranges(np.array(sorted(bins))):
             values = {"the_run": run, "the_attempt": attempt, "low": low, "high": high}
-            connection.exec_driver_sql(sql, tuple(values[name] for name in order))
+            execute_one(connection, sql, [values[name] for name in order])
 
 
 def _bins(steps: wire.Ints) -> Iterable[int]:

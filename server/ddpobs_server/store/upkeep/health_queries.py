@@ -58,8 +58,9 @@ def try_batch(connection: Connection) -> None:
         UnavailableError: The database is full, read-only, or locked for long.
         SQLAlchemyError: Tables or rights are missing.
     """
-    ingest.write(connection, [ingest.Arrival(_probe(), b"", 0, 0)])
-    connection.rollback()
+    with connection.begin() as transaction:
+        ingest.write(connection, [ingest.Arrival(_probe(), b"", 0, 0)])
+        transaction.rollback()
 
 
 def _probe() -> wire.Batch:

@@ -360,7 +360,7 @@ def vacuum(engine: Engine) -> None:
         for begin in range(0, free, _PAGES):
             if begin:
                 _pause()
-            with database_errors.translated():
+            with database_errors.translated(connection):
                 script(f"PRAGMA incremental_vacuum({_PAGES})")
         if free:
             _truncate_log(connection)

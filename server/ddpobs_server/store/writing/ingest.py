@@ -25,7 +25,15 @@ from sqlalchemy import Connection, Table, case, select, update
 
 from ddpobs import wire
 from ddpobs_server.store import chunks, endings, schema
-from ddpobs_server.store.database.sql import compiled, distinct, execute_many, execute_rows, insert_many, with_rows
+from ddpobs_server.store.database.sql import (
+    compiled,
+    distinct,
+    execute_many,
+    execute_one,
+    execute_rows,
+    insert_many,
+    with_rows,
+)
 from ddpobs_server.store.sums import bucket_sums, rollups, stored_bins
 from ddpobs_server.store.writing import deleted_attempts, ingest_sql, records, sent_once
 
@@ -128,7 +136,7 @@ def _claim(connection: Connection, arrivals: Sequence[Arrival]) -> set[tuple[str
     rows = [_batch_row(arrival) for _, arrival in sorted(first.items(), key=itemgetter(0))]
     sql, names = compiled(ingest_sql.claim(connection.dialect.name), connection.dialect, tuple(rows[0]))
     values = chain.from_iterable(map(itemgetter(*names), rows))
-    claimed = connection.exec_driver_sql(with_rows(sql, len(rows)), tuple(values))
+    claimed = execute_one(connection, with_rows(sql, len(rows)), tuple(values))
     return {(row[0], row[1], row[2]) for row in claimed}
 
 
@@ -198,7 +206,7 @@ def _touch_and_lock_run(connection: Connection, run: str, batches: Sequence[Arri
 def _attempts_of(connection: Connection, run: str) -> tuple[str | None, dict[str, int]]:
     """The run's latest attempt, None if it has no attempt yet, and the ordinals of all attempts."""
     sql, names = ingest_sql.attempts_sql(connection.dialect)
-    rows = connection.exec_driver_sql(sql, (run,) * len(names)).all()
+    rows = execute_one(connection, sql, (run,) * len(names))
     return rows[0][2] if rows else None, {attempt: ordinal for attempt, ordinal, _ in rows}
 
 

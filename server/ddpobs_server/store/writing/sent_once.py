@@ -17,7 +17,7 @@ from sqlalchemy import Connection, Dialect, select, text
 
 from ddpobs import wire
 from ddpobs_server.store import schema
-from ddpobs_server.store.database.sql import compiled
+from ddpobs_server.store.database.sql import compiled, execute_one
 
 _KINDS = (("step", "steps"), ("collective", "peers"))
 """What is sent once: its name in the columns of `schema.batches`, and the field of a batch that has it."""
@@ -103,7 +103,7 @@ def _of_two(first: str, second: str, rank: int) -> str:
 
 def _execute(connection: Connection, compiled_sql: tuple[str, tuple[str, ...]], values: dict[str, Any]) -> list[Any]:
     sql, order = compiled_sql
-    return list(connection.exec_driver_sql(sql, tuple(values[name] for name in order)).all())
+    return execute_one(connection, sql, [values[name] for name in order])
 
 
 @cache
