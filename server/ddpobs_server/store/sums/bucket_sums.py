@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Connection, Dialect, and_, bindparam, or_, select
+from sqlalchemy import Connection, Dialect, select, text
 
 from ddpobs import wire
 from ddpobs_server.store import schema
@@ -177,9 +177,9 @@ def _stored(connection: Connection, keys: list[Key]) -> dict[Key, Table]:
 @cache
 def _lookup(dialect: Dialect, count: int) -> tuple[str, tuple[str, ...]]:
     """SQL that finds `count` rows by their keys, and the names of its parameters in order."""
-    c = schema.bucket_sums.c
-    conditions = [and_(*(c[name] == bindparam(f"{name}_{index}") for name in _KEY)) for index in range(count)]
-    return compiled(select(schema.bucket_sums).where(or_(*conditions)), dialect)
+    keys = (" AND ".join(f"bucket_sums.{name} = :{name}_{index}" for name in _KEY) for index in range(count))
+    query = f"SELECT {', '.join(_KEY)}, sums FROM bucket_sums WHERE {' OR '.join(keys)}"
+    return compiled(text(query), dialect)
 
 
 @cache

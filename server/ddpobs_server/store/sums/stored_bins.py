@@ -128,24 +128,19 @@ def mark_stale(connection: Connection, steps: Iterable[tuple[str, str, wire.Ints
     """Mark the bins as stale that hold some of these steps: (run, attempt, steps)."""
     numbers: dict[tuple[str, str], set[int]] = {}
     for run, attempt, own in steps:
-        numbers.setdefault((run, attempt), set()).update(_bins(own))
+        numbers.setdefault((run, attempt), set()).update((own // BIN_STEPS).tolist())
     sql, order = compiled(_MARK_STALE, connection.dialect)
     for (run, attempt), bins in sorted(numbers.items()):
-        for low, high in ranges(np.array(sorted(bins))):
+        for low, high in ranges(sorted(bins)):
             values = {"the_run": run, "the_attempt": attempt, "low": low, "high": high}
             execute_one(connection, sql, [values[name] for name in order])
 
 
-def _bins(steps: wire.Ints) -> Iterable[int]:
-    first, last = int(steps.min()) // BIN_STEPS, int(steps.max()) // BIN_STEPS
-    return (first, last) if last - first <= 1 else np.unique(steps // BIN_STEPS).tolist()
-
-
-def ranges(numbers: wire.Ints) -> Iterator[tuple[int, int]]:
+def ranges(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
     """First and last of consecutive numbers, which are in rising order."""
-    begins = np.flatnonzero(np.diff(numbers, prepend=-2) > 1)
-    ends = np.append(begins[1:], len(numbers)) - 1
-    yield from zip(numbers[begins].tolist(), numbers[ends[: len(begins)]].tolist(), strict=True)
+    for _, consecutive in groupby(enumerate(numbers), lambda place: place[1] - place[0]):
+        own = [number for _, number in consecutive]
+        yield own[0], own[-1]
 
 
 def _planes(table: wire.Ints) -> bytes:

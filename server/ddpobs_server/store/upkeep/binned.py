@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from sqlalchemy import Connection, and_, not_, select
 
 from ddpobs_server.store import chunks, schema
@@ -35,7 +34,7 @@ def _without_bins(connection: Connection, run: str, attempt: str) -> list[tuple[
     """Ranges of steps that have columns and no current bin."""
     states = stored_bins.step_bin_states(connection, run, attempt)
     numbers = column_queries.bins_with_columns(connection, run, attempt).tolist()
-    ranges = list(stored_bins.ranges(np.array([n for n in numbers if states.get(n, (True, 0))[0]], np.int64)))
+    ranges = list(stored_bins.ranges(n for n in numbers if states.get(n, (True, 0))[0]))
     if len(ranges) > _MAX_RANGES:
         ranges[_MAX_RANGES - 1 :] = [(ranges[_MAX_RANGES - 1][0], ranges[-1][1])]
     return [(first * BIN_STEPS, (last + 1) * BIN_STEPS - 1) for first, last in ranges]
