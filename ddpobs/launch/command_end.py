@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
-import secrets
 import signal
-import socket
-import time
 from collections.abc import Mapping
 
-import ddpobs
 from ddpobs import wire
 from ddpobs.config import TelemetryConfig
+from ddpobs.launch.lone_event import batch_with_event
 from ddpobs.launch.output import MAX_BYTES
-from ddpobs.recording.place.early_place import early_attempt, early_run_name, rank_of
+from ddpobs.recording.place.early_place import early_run_name, rank_of
 from ddpobs.recovery import signal_name
 
 STAGE = "command"
@@ -54,35 +50,15 @@ def command_batch(  # noqa: PLR0917
     if -status == signal.SIGINT:
         return None
     kind = "failed" if status > 0 else "terminated" if -status == signal.SIGTERM else "died"
-    anchor = wire.Anchor(wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns())
-    detail: dict[str, wire.Scalar] = {"stage": STAGE, "wall_ns": anchor.wall_ns}
+    detail: dict[str, wire.Scalar] = {"stage": STAGE}
     detail |= {"exit_status": status} if status > 0 else {"signal": signal_name(-status)}
     if oom_kills:
         detail["oom_kills"] = oom_kills
     if output and config.traceback:
         detail["output"] = output
+    of = rank_of(environ) or _task_of(environ)
     run = early_run_name(environ, script)
-    rank, world_size = rank_of(environ) or _task_of(environ)
-    return wire.Batch(
-        version=wire.VERSION,
-        run=run,
-        attempt=early_attempt(run, environ),
-        source=secrets.token_hex(8),
-        seq=0,
-        rank=rank,
-        world_size=world_size,
-        emitted=1,
-        dropped=0,
-        anchor=anchor,
-        hello=wire.Hello(
-            host=socket.gethostname(),
-            pid=os.getppid(),
-            device="",
-            backend="",
-            versions={"ddpobs": ddpobs.__version__, "python": platform.python_version()},
-        ),
-        events=[wire.Event(kind=kind, at_ns=anchor.monotonic_ns, detail=detail)],
-    )
+    return batch_with_event(run, of, environ, pid=os.getppid(), kind=kind, detail=detail)
 
 
 def how_it_ended(status: int) -> str:

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import os
-import platform
-import secrets
-import socket
 import sys
-import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 
 import zstandard
 
-import ddpobs
 from ddpobs import wire
 from ddpobs.client.reader import page_address
 from ddpobs.config import TelemetryConfig, from_environment, resolve
 from ddpobs.export.http_sender import Outcome, Sender
 from ddpobs.export.spool import Encoded, Spool, folder_of
+from ddpobs.launch.lone_event import batch_with_event
 from ddpobs.never_raises import never_raises
 from ddpobs.recording.error_text import describe
-from ddpobs.recording.place.early_place import START, early_attempt, early_run_name, note_joined, rank_of
+from ddpobs.recording.place.early_place import START, early_run_name, note_joined, rank_of
 
 _GROUP = "init_process_group"
 
@@ -70,29 +66,6 @@ def report_early(error: BaseException) -> None:
 
 
 def _batch(error: BaseException, config: TelemetryConfig, run: str, environ: Mapping[str, str]) -> wire.Batch:
-    anchor = wire.Anchor(wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns())
     functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
-    detail: dict[str, wire.Scalar] = {"stage": _GROUP if _GROUP in functions else START, "wall_ns": anchor.wall_ns}
-    rank, world_size = rank_of(environ) or (0, 1)
-    return wire.Batch(
-        version=wire.VERSION,
-        run=run,
-        attempt=early_attempt(run, environ),
-        source=secrets.token_hex(8),
-        seq=0,
-        rank=rank,
-        world_size=world_size,
-        emitted=1,
-        dropped=0,
-        anchor=anchor,
-        hello=wire.Hello(
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            device="",
-            backend="",
-            versions={"ddpobs": ddpobs.__version__, "python": platform.python_version()},
-        ),
-        events=[
-            wire.Event(kind="failed", at_ns=anchor.monotonic_ns, detail=detail | describe(error, config.traceback))
-        ],
-    )
+    detail = {"stage": _GROUP if _GROUP in functions else START, **describe(error, config.traceback)}
+    return batch_with_event(run, rank_of(environ) or (0, 1), environ, pid=os.getpid(), kind="failed", detail=detail)
