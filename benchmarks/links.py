@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,6 +24,9 @@ INTERFACE, MANAGEMENT = "link0", "management0"
 _PREFIXES = {INTERFACE: "10.83.0", MANAGEMENT: "10.84.0"}
 """First part of the addresses. In the switch a bridge has the interface's name."""
 SHAPE = "burst 128kb latency 400ms"
+_RELAY = Path(__file__).with_name("delaying.py")
+_MTU, _DELAYED_MTU = 1500, 60_000
+"""Bytes of a frame. The relay passes on some ten thousand frames a second: 1 Gbit/s only if they are large."""
 _TIED = ("setpriv", "--pdeathsig", "KILL")
 """Ends a command with the thread that started it; its processes' children need not end with them."""
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "setpriv": "util-linux", "unshare": "util-linux"}
@@ -58,6 +62,7 @@ class Links:
 
     def __init__(self, switch: _Namespace, hosts: list[_Namespace]) -> None:
         self._switch, self._hosts = switch, hosts
+        self._relay: subprocess.Popen[bytes] | None = None
 
     def inside(self, rank: int, command: Sequence[str]) -> list[str]:
         """Return the command that runs `command` in the rank's network. It ends with the thread that starts it."""
@@ -74,6 +79,34 @@ class Links:
     def set_rate(self, rate: str) -> None:
         """Change the speed of all links, in both directions, while ranks use them."""
         self._shape("change", rate)
+
+    def set_delay(self, delay_s: float) -> None:
+        """Have each frame of the shaped links wait in the switch, in each direction; 0 for the kernel's own switch.
+
+        A process passes the frames on, which hold up to 60 kB then. Connections between ranks break.
+        """
+        ends = [_end(INTERFACE, rank) for rank in range(len(self._hosts))]
+        self._end_relay()
+        mtu = _DELAYED_MTU if delay_s else _MTU
+        self._switch.run("ip", *(f"link set dev {end} mtu {mtu} {'nomaster' if delay_s else ''}" for end in ends))
+        for host in self._hosts:
+            host.run("ip", f"link set dev {INTERFACE} mtu {mtu}")
+        if not delay_s:
+            self._switch.run("ip", *(f"link set dev {end} master {INTERFACE}" for end in ends))
+            return
+        for rank in range(len(self._hosts)):
+            subprocess.run(self.inside(rank, [sys.executable, str(_RELAY), "plain", INTERFACE]), check=True)
+        command = self._switch.enter("--net", [sys.executable, str(_RELAY), str(delay_s), *ends])
+        self._relay = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        assert self._relay.stdout is not None
+        if not self._relay.stdout.readline():
+            raise LinkError(f"no delay of {delay_s} s: the relay ended with {self._relay.wait()}")
+
+    def _end_relay(self) -> None:
+        if self._relay is not None:
+            self._relay.kill()
+            self._relay.communicate()
+            self._relay = None
 
     def cut(self, rank: int, *interfaces: str) -> None:
         """Take down links of a rank."""
@@ -125,6 +158,7 @@ def links(ranks: int, rate: str) -> Iterator[Links]:
         hosts = [stack.enter_context(_namespace(f"node{rank}")) for rank in range(ranks)]
         made = Links(switch, hosts)
         made._connect(rate)
+        stack.callback(made._end_relay)
         yield made
 
 

@@ -86,7 +86,9 @@ def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
         for round_ in range(options.rounds):
             for model in options.models:
                 for rate in options.rates:
-                    network.set_rate(rate)
+                    speed, _, delay = rate.partition(" ")
+                    network.set_rate(speed)
+                    network.set_delay(float(delay.removesuffix("ms") or 0) / 1e3)
                     found = settings.setdefault(f"{model}, {rate}", {})
                     for variant in random.sample(options.only, len(options.only)):
                         found.setdefault(variant.title, []).append(launch(variant, model, network, options.steps))
@@ -99,7 +101,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", choices=EXPERIMENTS)
     parser.add_argument("--models", help="default: the experiment's")
-    parser.add_argument("--rates", help="of the links, as tc writes them; default: the experiment's")
+    parser.add_argument(
+        "--rates", help="of the links, as tc writes them, with a delay: '1gbit 5ms'; default: the experiment's"
+    )
     parser.add_argument("--only", help="titles of variants, separated by semicolons; default: all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10, help="of each launch, after the warm-up")
@@ -109,7 +113,8 @@ def main() -> None:
     options = parser.parse_args()
     experiment = EXPERIMENTS[options.experiment]
     if options.smoke:
-        options.models, options.rates, options.rounds, options.steps = experiment.smallest, "10gbit", 2, 2
+        options.models, options.rounds, options.steps = experiment.smallest, 2, 2
+        options.rates = experiment.rates[0].replace("1gbit", "10gbit")
     options.models = options.models.split(",") if options.models else experiment.models
     options.rates = options.rates.split(",") if options.rates else experiment.rates
     titles = options.only.split(";") if options.only else [variant.title for variant in experiment.variants]

@@ -71,7 +71,7 @@ class Experiment:
         variants: The trainings; the others are compared with the first.
         claims: What the sources say.
         models: Names in `benchmarks.models`.
-        rates: Speeds of the links, as tc writes them.
+        rates: Speeds of the links, as tc writes them, each with the delay in one direction if it has one: "1gbit 5ms".
         smallest: Name of the model of the smallest run.
     """
 
@@ -125,6 +125,15 @@ EXPERIMENTS = {
             Claim("0 MB", 1.0, float("inf"), "figures 7 and 8 (unchecked): 0 MB is slower than 25 MB"),
             Claim("100 MB", 0.0, 1 - 0.37, "the tutorials: 100 MB make BERT 37 % faster", "bert"),
         ),
+    ),
+    "delay": Experiment(
+        "Latency of a step by `bucket_cap_mb`, on a link that delays",
+        tuple(Variant(f"{cap:.0f} MB", cap_mb=cap) for cap in (25.0, 0.001, 1.0, 100.0)),
+        tuple(
+            Claim(title, 0.0, 0.97, "the tutorials: above 5 ms another setting pays") for title in ("1 MB", "100 MB")
+        ),
+        models=("resnet50",),
+        rates=("1gbit 10ms",),
     ),
     "accumulation": Experiment(
         "Latency of a batch, with gradients reduced after every n batches",

@@ -68,6 +68,51 @@ def test_hosts_reach_each_other_through_a_switch_outside_of_this_machines_networ
                 assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "here\n"
 
 
+ANSWER = """
+import socket
+with socket.create_server(("{address}", 9000)) as server:
+    print(1, flush=True)
+    asked = server.accept()[0]
+    while data := asked.recv(1):
+        asked.sendall(data)
+    server.accept()[0].sendall(bytes(10**7))
+"""
+ASK = """
+import socket, time
+asked = socket.create_connection(("{address}", 9000), 60)
+times = []
+for _ in range(5):
+    began = time.monotonic()
+    asked.sendall(b"1")
+    asked.recv(1)
+    times.append(time.monotonic() - began)
+asked.close()
+received = socket.create_connection(("{address}", 9000), 60)
+print(min(times), sum(len(part) for part in iter(lambda: received.recv(2**20), b"")))
+"""
+
+
+def asked_once(network: Links) -> tuple[float, int]:
+    """The shortest time of a byte there and back, and the bytes of a large answer."""
+    listen, connect = (code.format(address=address(0)) for code in (ANSWER, ASK))
+    with subprocess.Popen(network.inside(0, [sys.executable, "-c", listen]), stdout=subprocess.PIPE) as listener:
+        assert listener.stdout is not None
+        assert listener.stdout.readline() == b"1\n"
+        command = network.inside(1, [sys.executable, "-c", connect])
+        shortest_s, count = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return float(shortest_s), int(count)
+
+
+def test_a_delayed_link_takes_its_time_in_each_direction_and_loses_nothing() -> None:
+    with two_hosts() as network:
+        network.set_delay(0.02)
+        shortest_s, count = asked_once(network)
+        assert (shortest_s >= 0.04, count) == (True, 10**7)
+        network.set_delay(0)
+        shortest_s, count = asked_once(network)
+        assert (shortest_s < 0.04, count) == (True, 10**7)
+
+
 def test_each_host_has_a_name_of_its_own() -> None:
     with two_hosts() as network:
         for rank in range(2):

@@ -193,7 +193,12 @@ def test_convergence_trains_each_way_with_each_seed(tmp_path: Path) -> None:
 @pytest.mark.timeout(LIMIT_S + 60)
 @pytest.mark.parametrize(
     ("experiment", "shown"),
-    [("accumulation", "| figure 10"), ("breakdown", "no figure over MPI"), ("scaling", "| 256, predicted |")],
+    [
+        ("accumulation", "| figure 10"),
+        ("breakdown", "no figure over MPI"),
+        ("delay", "| 400 tiny parameters, 10gbit 10ms | 100 MB"),
+        ("scaling", "| 256, predicted |"),
+    ],
 )
 def test_an_experiment_measures_each_variant_and_judges_the_claim(experiment: str, shown: str, tmp_path: Path) -> None:
     need("tc", "iproute2")
