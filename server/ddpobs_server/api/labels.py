@@ -13,7 +13,7 @@ from ddpobs.wire.text import MAX_TAGS, NOTE_CHARACTERS, TAG_CHARACTERS, clean_ta
 from ddpobs_server.api.bodies import small_body
 from ddpobs_server.api.deps import Labeller, RunDep, StoreDep
 from ddpobs_server.api.fields import RunName, doc
-from ddpobs_server.reports.digests import labels_of, trained_labels
+from ddpobs_server.store import labels_of, trained_labels
 from ddpobs_server.web.audit_entry import entry_of
 from ddpobs_server.web.problems import Problem
 from ddpobs_server.web.services import ServicesDep

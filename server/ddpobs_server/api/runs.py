@@ -35,16 +35,18 @@ from ddpobs_server.api.findings import Gain
 from ddpobs_server.api.labels import Labels
 from ddpobs_server.api.layout import Module
 from ddpobs_server.reports.attempts import AttemptOutcome
-from ddpobs_server.reports.digests import RunDigest, labels_of, trained_labels
+from ddpobs_server.reports.digests import RunDigest
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.reports.run_state import state_of_run
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Attempt, Run
+from ddpobs_server.store import Attempt, Run, WantedRuns, labels_of, trained_labels
 from ddpobs_server.web.audit_entry import entry_of
 from ddpobs_server.web.problems import Problem
 
 router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=ConcurrencyLimitedRoute)
 
+SEARCH_CHARACTERS = 256
+"""Maximum number of characters of a search."""
 _CURSOR = re.compile(r"([1-8]?\d{1,18})/([A-Za-z0-9._/-]{1,128})", re.ASCII)
 
 
@@ -97,6 +99,8 @@ class RunPage(TypedDict):
     """`next` is the next page's cursor."""
 
     runs: Annotated[list[ListedRun], doc("The runs.")]
+    matches: Annotated[int, doc("Number of runs on all pages that meet the conditions, without `state`.")]
+    total: Annotated[int, doc("Number of runs of the workspace.")]
     next: Annotated[str | None, doc("Where the next page begins; null at the end.")]
 
 
@@ -137,25 +141,35 @@ def list_runs(
     limit: Annotated[int, Query(ge=1, le=500, description="Most runs of a page.")] = 50,
     cursor: Annotated[str | None, Query(max_length=512, description="`next` of the page before.")] = None,
     state: Annotated[RunState | None, Query(description="Only runs of this state, of this page.")] = None,
+    search: Annotated[
+        str, Query(max_length=SEARCH_CHARACTERS, description="Only runs whose name, host, note or #tag has each word.")
+    ] = "",
     seen_after_ns: Annotated[
         int, Query(ge=0, le=2**62, description="Only runs with a batch after this Unix time, in ns.")
+    ] = 0,
+    created_after_ns: Annotated[
+        int, Query(ge=0, le=2**62, description="Only runs whose first batch came after this Unix time, in ns.")
     ] = 0,
 ) -> RunPage:
     """Runs, newest first by their creation, so that no run moves between pages.
 
-    `next` is the cursor of the next page; `state` filters within a page. With `seen_after_ns` a list that is known
-    already is kept up to date.
+    `next` is the cursor of the next page; `state` filters within a page. `search` has words between spaces, and ignores
+    the case of letters. With `seen_after_ns` a list that is known already is kept up to date.
 
     Step times and rate of a live run may be those of five seconds ago.
 
     `diagnosis` is the result of the last request for diagnostics, with the verdict of the worst finding. `current` is
     true if no batch arrived since, and the run is over or lost, or the result is younger than two seconds.
     """
-    page = store.runs(limit, _from_cursor(cursor), caller.workspace, seen_after_ns)
+    wanted = WantedRuns(search, seen_after_ns, created_after_ns)
+    page = store.runs(limit, _from_cursor(cursor), caller.workspace, wanted)
+    matches, total = store.run_counts(caller.workspace, wanted)
     digests = reports.digests.of(page)
     runs = [_listed_run(run, digest, reports, settings) for run, digest in zip(page, digests, strict=True)]
     return {
         "runs": [run for run in runs if state in (None, run["state"])],
+        "matches": matches,
+        "total": total,
         "next": _to_cursor(page[-1]) if len(page) == limit else None,
     }
 

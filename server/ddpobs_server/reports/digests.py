@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from ddpobs import wire
-from ddpobs.wire.facts import SettingFacts, read_facts
-from ddpobs_server.store import Run, RunVersion, Store
+from ddpobs_server.store import Run, RunVersion, Store, trained_labels
 from ddpobs_server.web.run_faults import RunFaults
 
 _RECENT = 2
@@ -117,15 +116,3 @@ def _digest(parts: Sequence[tuple[int, float]], hello: wire.Hello | None, began_
         tags=tags,
         note=note,
     )
-
-
-def trained_labels(hello: wire.Hello | None) -> tuple[tuple[str, ...], str]:
-    """Return the tags and the note that the training set."""
-    settings = read_facts(hello.settings if hello is not None else {}, SettingFacts)
-    return tuple(tag for tag in settings.tags.split(",") if tag), settings.note
-
-
-def labels_of(run: Run, trained: tuple[Sequence[str], str]) -> tuple[list[str], str]:
-    """Return the tags and the note of a run: those that a person set, else those of the training."""
-    tags, note = trained
-    return list(tags if run.tags is None else run.tags), note if run.note is None else run.note

@@ -10,9 +10,8 @@ from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.findings.straggler import UNEVEN
 from ddpobs_server.analysis.fleet.host_shares import MIN_STEPS, host_excess_ratios, host_shares
 from ddpobs_server.analysis.slow_ranks.work import at_equal_work, uneven_constant_work
-from ddpobs_server.reports.digests import trained_labels
 from ddpobs_server.reports.run_state import ReportVersion
-from ddpobs_server.store import HostTotal
+from ddpobs_server.store import HostTotal, trained_labels
 
 _ATTEMPTS = 8
 """Latest attempts of a training whose totals are made anew: a later attempt changes those before it."""

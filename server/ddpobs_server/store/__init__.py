@@ -13,6 +13,7 @@ from ddpobs_server.store.database.database_errors import (
 )
 from ddpobs_server.store.queries.column_queries import TooManyRowsError
 from ddpobs_server.store.queries.notification_queries import NotificationKey
+from ddpobs_server.store.queries.run_labels import labels_of, trained_labels
 from ddpobs_server.store.rows import (
     Aggregates,
     Attempt,
@@ -30,6 +31,7 @@ from ddpobs_server.store.rows import (
     RunVersion,
     Source,
     Token,
+    WantedRuns,
     WorkspaceUsage,
 )
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
@@ -65,5 +67,8 @@ __all__ = [
     "UnavailableError",
     "UnstorableBatchError",
     "UnusableError",
+    "WantedRuns",
     "WorkspaceUsage",
+    "labels_of",
+    "trained_labels",
 ]

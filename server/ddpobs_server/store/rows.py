@@ -90,6 +90,21 @@ class Run:
 
 
 @dataclass(frozen=True)
+class WantedRuns:
+    """Conditions for the runs of a list.
+
+    Attributes:
+        search: Words. The name, the host, the note or a `#tag` must contain each of them, in any case of its letters.
+        seen_after_ns: Only runs with a batch after this time; 0 for all.
+        created_after_ns: Only runs whose first batch came after this time; 0 for all.
+    """
+
+    search: str = ""
+    seen_after_ns: int = 0
+    created_after_ns: int = 0
+
+
+@dataclass(frozen=True)
 class Token:
     """A token as stored: the SHA-256 of its secret, its workspace and its scopes.
 

@@ -70,9 +70,13 @@ runs = Table(
     Column("record_bytes", BigInteger, nullable=False, server_default="0"),
     Column("tags", Text),
     Column("note", Text),
+    Column("search_text", Text, nullable=False, server_default=""),
     Index("ix_runs_workspace", "workspace", "last_seen_ns"),
 )
-"""`tags` is a JSON list. Tags and note are null until a person sets them: those of the training apply."""
+"""`tags` is a JSON list. Tags and note are null until a person sets them: those of the training apply.
+
+The module `run_labels` defines `search_text`.
+"""
 tokens = Table(
     "tokens",
     metadata,

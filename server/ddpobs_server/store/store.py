@@ -284,6 +284,7 @@ class Store:
     going_on = _reads(run_queries.going_on)
     urgent_runs = _reads(run_queries.urgent)
     count_runs = _reads(run_queries.count_runs)
+    run_counts = _reads(run_queries.counts)
     silent_runs_share = _reads(run_queries.silent_runs_share)
     silent_bytes_share = _reads(run_queries.silent_bytes_share)
     has_runs = _reads(run_queries.has_runs)

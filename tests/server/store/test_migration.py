@@ -46,6 +46,7 @@ EARLIER = (
     "0016",
     "0017",
     "0018",
+    "0019",
 )
 """Earlier revisions of the schema that an existing database may have."""
 

@@ -40,7 +40,10 @@ FIRST = [
     "SELECT deleted_attempts",
     "INSERT attempts",
     "UPDATE runs",
-    *LATER[5:9],
+    *LATER[5:8],
+    "SELECT runs",  # The text by which the run is found.
+    "UPDATE runs",
+    LATER[8],
     "INSERT layouts",
     *LATER[9:-1],
     "UPDATE runs",

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from sqlalchemy import ColumnElement, Connection, case, false, func, or_, select
+from sqlalchemy import ColumnElement, Connection, and_, case, false, func, or_, select, true
 
 from ddpobs.shared.silence import PULSE_SILENCE_NS
 from ddpobs_server.store import endings, schema
 from ddpobs_server.store.database.sql import float_sum
-from ddpobs_server.store.queries.run_labels import decoded_tags
-from ddpobs_server.store.rows import Run, RunVersion
+from ddpobs_server.store.queries.run_labels import decoded_tags, folded
+from ddpobs_server.store.rows import Run, RunVersion, WantedRuns
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
 
 _r, _s = schema.runs.c, schema.sources.c
+ALL = WantedRuns()
 Conditions = list[ColumnElement[bool]]
 
 
@@ -76,7 +77,7 @@ def runs(
     limit: int,
     cursor: tuple[int, str] | None = None,
     workspace: str = DEFAULT_WORKSPACE,
-    seen_after_ns: int = 0,
+    wanted: WantedRuns = ALL,
 ) -> list[Run]:
     """A workspace's runs, newest first.
 
@@ -85,15 +86,29 @@ def runs(
         limit: Most runs returned.
         cursor: (created_ns, run) of the previous page's last run.
         workspace: The workspace.
-        seen_after_ns: Only runs with a batch after this time.
+        wanted: The only runs.
     """
-    conditions = [_r.workspace == workspace]
-    if seen_after_ns:
-        conditions.append(_r.last_seen_ns > seen_after_ns)
+    conditions = [_r.workspace == workspace, *_wanted(wanted)]
     if cursor is not None:
         created_ns, run_id = cursor
         conditions.append((_r.created_ns < created_ns) | ((_r.created_ns == created_ns) & (_r.run_id > run_id)))
     return where(connection, conditions, limit)
+
+
+def counts(connection: Connection, workspace: str, wanted: WantedRuns = ALL) -> tuple[int, int]:
+    """Number of a workspace's runs that are wanted, and of all its runs."""
+    matching = endings.count_where(and_(true(), *_wanted(wanted)))
+    row = connection.execute(select(matching, func.count()).where(_r.workspace == workspace)).one()
+    return int(row[0]), row[1]
+
+
+def _wanted(wanted: WantedRuns) -> Conditions:
+    conditions: Conditions = [_r.search_text.contains(word, autoescape=True) for word in folded(wanted.search).split()]
+    if wanted.seen_after_ns:
+        conditions.append(_r.last_seen_ns > wanted.seen_after_ns)
+    if wanted.created_after_ns:
+        conditions.append(_r.created_ns > wanted.created_after_ns)
+    return conditions
 
 
 def run(connection: Connection, run: str) -> Run | None:

@@ -34,6 +34,7 @@ from ddpobs_server.store.database.sql import (
     insert_many,
     with_rows,
 )
+from ddpobs_server.store.queries import run_labels
 from ddpobs_server.store.sums import bucket_sums, rollups, stored_bins
 from ddpobs_server.store.writing import deleted_attempts, ingest_sql, records, sent_once
 
@@ -117,8 +118,11 @@ def write(connection: Connection, arrivals: Sequence[Arrival]) -> list[Outcome]:
     if stored:
         joined = {kind: list(_joined(kind, stored)) for kind in _MERGED}
         rows = _chunks(stored, joined)
-        _touch_runs(connection, stored, rows)
+        relabelled = _touch_runs(connection, stored, rows)
         _touch_sources(connection, stored)
+        relabelled |= {arrival.batch.run for arrival in stored if arrival.batch.hello is not None}
+        for run in sorted(relabelled):
+            run_labels.write_search_text(connection, run)
         insert_many(connection, schema.chunks, rows)
         growth = records.write(connection, [arrival.batch for arrival in stored])
         endings.mark_dead(connection, [arrival.batch for arrival in stored])
@@ -159,8 +163,12 @@ def _digest(connection: Connection, key: tuple[str, str, int]) -> bytes:
     return bytes(connection.execute(query).scalar_one())
 
 
-def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Sequence[dict[str, Any]]) -> None:
-    """Update runs and attempts. A run's attempt is the newest to arrive, unless its batch is older and was spooled."""
+def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Sequence[dict[str, Any]]) -> set[str]:
+    """Update runs and attempts. Returns the runs with a new latest attempt.
+
+    A run's attempt is the newest to arrive, unless its batch is older and was spooled.
+    """
+    changed: set[str] = set()
     by_run: dict[str, list[Arrival]] = {}
     for arrival in arrivals:
         by_run.setdefault(arrival.batch.run, []).append(arrival)
@@ -182,10 +190,12 @@ def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Seq
                 latest = attempt
         if latest != stored:
             connection.execute(update(schema.runs).where(schema.runs.c.run_id == run).values(attempt=latest))
+            changed.add(run)
         if (
             problem := sent_once.problem(connection, run, [(arrival.batch, arrival.extents) for arrival in batches])
         ) is not None:
             raise UnstorableBatchError(problem)
+    return changed
 
 
 def _touch_and_lock_run(connection: Connection, run: str, batches: Sequence[Arrival], size_bytes: int) -> None:
