@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import msgspec
@@ -38,7 +39,7 @@ def test_the_list_shows_the_run_and_its_worst_finding(browser: Any, url: str) ->
 def test_the_list_sums_up_a_diagnosis_as_the_collector_does(browser: Any, tmp_path: Path) -> None:
     script = """async () => {
       const { diagnose, readRuns, state } = await import("/static/runs_state.js");
-      await readRuns();
+      await readRuns({ text: "", days: 0 }, true);
       const runs = [...state.runs.values()];
       for (const run of runs) run.diagnosis = null;
       await diagnose(runs, () => null);
@@ -199,6 +200,26 @@ def test_the_list_is_searched_filtered_and_sorted_by_its_address(browser: Any, m
     visit.page.get_by_text("No run matches.").wait_for()
     visit.page.get_by_role("button", name="Show all runs").click()
     expect(visit.page.locator("#runs tbody a")).to_have_count(30)
+    assert visit.errors == []
+
+
+def test_the_page_reads_only_the_runs_that_match_and_selects_across_searches(browser: Any, many_runs: str) -> None:
+    visit = paused_visit(browser)
+    visit.page.goto(f"{many_runs}/?search={'x' * 300}")
+    visit.page.get_by_role("button", name="Show all runs").click()
+    expect(visit.page.locator("#count")).to_have_text("70 runs")
+    search = visit.page.get_by_role("searchbox")
+    for number in (7, 68):
+        search.fill(f"run-{number}")
+        expect_listed(visit, [f"run-{number}"])
+        expect(visit.page.locator("#count")).to_have_text("1 of 70 runs")
+        visit.page.get_by_role("checkbox", name=f"Select run-{number}").check()
+    assert {parse_qs(urlsplit(url).query)["limit"][0] for url in visit.requests if "/runs?" in url} == {"30"}
+    search.fill("")
+    expect_listed(visit, [f"run-{number}" for number in range(69, 39, -1)])
+    expect(visit.page.locator("#runs input:checked")).to_have_count(1)
+    visit.page.get_by_role("button", name="Compare (2 of 2)").click()
+    visit.page.wait_for_url(f"{many_runs}/compare?a=run-7&b=run-68")
     assert visit.errors == []
 
 

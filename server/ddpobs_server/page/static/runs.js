@@ -4,29 +4,46 @@ import { change, root, saveWithToken } from "./api.js";
 import { byId } from "./elements.js";
 import { importFiles } from "./import.js";
 import { confirmDelete, editLabels } from "./labels.js";
-import { refresh } from "./refresh.js";
+import { refresh, runOnce } from "./refresh.js";
 import { RunRow } from "./run_row.js";
 import { matches, sorted } from "./runs_columns.js";
-import { filters, followForm, isByDiagnosis, markOrder } from "./runs_form.js";
-import { diagnose, PAGE_ROWS, readRuns, state } from "./runs_state.js";
-import { now } from "./times.js";
+import { filters, followForm, isByDiagnosis, markOrder, needsAll } from "./runs_form.js";
+import { diagnose, hasAll, PAGE_ROWS, readRuns, state } from "./runs_state.js";
 
 const EVERY_S = 3;
 const rows = new Map(); // By name.
+const reading = { isAgain: false, done: null }; // The reads that go on.
+
+// Read the runs that the form asks for, and show them. A call during a read begins another one after it.
+function update() {
+  if (hasAll(filters())) render();
+  reading.isAgain = true;
+  reading.done ??= readAndShow().finally(() => (reading.done = null));
+  return reading.done;
+}
+
+async function readAndShow() {
+  while (reading.isAgain) {
+    reading.isAgain = false;
+    await readRuns(filters(), needsAll());
+  }
+  render();
+}
 
 function render() {
   const wanted = filters();
   const all = [...state.runs.values()];
   const found = sorted(
-    all.filter((run) => matches(run, wanted, now())),
+    all.filter((run) => matches(run, wanted)),
     state.order,
   );
   const page = found.slice(0, state.shown);
   showRows(page);
   markOrder();
-  showParts(found.length);
-  const judged = isByDiagnosis() ? all.filter((run) => matches(run, { ...wanted, severity: "" }, now())) : page;
-  showCount(found.length, judged);
+  const count = needsAll() ? found.length : state.matches;
+  showParts(count);
+  const judged = isByDiagnosis() ? all.filter((run) => matches(run, { ...wanted, severity: "" })) : page;
+  showCount(count, judged);
   showSelection();
   diagnose(judged, showDiagnosed);
 }
@@ -46,11 +63,10 @@ function showRows(page) {
 function forget(name, row) {
   row.node.remove();
   rows.delete(name);
-  state.selected.delete(name);
 }
 
 function showParts(found) {
-  const isEmpty = state.runs.size === 0;
+  const isEmpty = state.total === 0;
   byId("loading").hidden = true;
   byId("empty").hidden = !isEmpty;
   byId("filters").hidden = byId("count").hidden = isEmpty;
@@ -60,7 +76,7 @@ function showParts(found) {
 }
 
 function showCount(found, judged) {
-  const all = state.runs.size;
+  const all = state.total;
   const missing = judged.filter((run) => !run.diagnosis).length;
   const text = found === all ? `${all} runs` : `${found} of ${all} runs`;
   byId("count").textContent = isByDiagnosis() && missing ? `${text}, ${missing} not judged yet` : text;
@@ -72,7 +88,7 @@ function showDiagnosed(run) {
 }
 
 function select(name, isSelected) {
-  if (isSelected) state.selected.add(name);
+  if (isSelected) state.selected.set(name, state.runs.get(name));
   else state.selected.delete(name);
   showSelection();
 }
@@ -93,36 +109,33 @@ function edit(run) {
   });
 }
 
-function showMore() {
+async function showMore() {
   byId("more").disabled = true; // A second click in the same moment adds nothing.
   state.shown += PAGE_ROWS;
-  render();
-  requestAnimationFrame(() => (byId("more").disabled = false));
+  await runOnce(update);
+  byId("more").disabled = false;
 }
 
 function compare() {
-  const begin_ns = (name) => state.runs.get(name).created_ns;
-  const [a, b] = [...state.selected].sort((x, y) => begin_ns(x) - begin_ns(y));
+  const [a, b] = [...state.selected.values()].sort((x, y) => x.created_ns - y.created_ns).map(({ run }) => run);
   location.href = `compare?${new URLSearchParams({ a, b })}`;
 }
 
 function remove() {
-  confirmDelete([...state.selected], async (name) => {
+  confirmDelete([...state.selected.keys()], async (name) => {
+    state.selected.delete(name); // Also if somebody else has deleted the run.
     await change("DELETE", `/runs/${encodeURIComponent(name)}`, null, "admin");
     state.runs.delete(name);
-    render();
+    await runOnce(update);
   });
 }
 
 byId("command").textContent =
   `ddpobs run --collector ${location.origin}${root} -- torchrun --nproc-per-node 8 train.py`;
-followForm(render);
+followForm(() => runOnce(update));
 byId("more").addEventListener("click", showMore);
 byId("import").addEventListener("click", importFiles);
 byId("compare").addEventListener("click", compare);
 byId("delete").addEventListener("click", remove);
 saveWithToken(byId("metrics"), "metrics.txt");
-refresh(async () => {
-  await readRuns();
-  render();
-}, EVERY_S);
+refresh(update, EVERY_S);

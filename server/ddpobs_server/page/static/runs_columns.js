@@ -1,7 +1,6 @@
 // The columns of the list of runs: the values that they sort by, and which runs match the filters.
 
 const SEVERITIES = ["critical", "warning", "info"];
-const DAY_MS = 86_400_000;
 
 // `down`: whether a first click sorts the largest first. A column without a key is not sorted.
 export const COLUMNS = [
@@ -41,12 +40,10 @@ export function sorted(runs, { key, down }) {
   return runs.toSorted((a, b) => compare(VALUES[key](a), VALUES[key](b)) || b.created_ns - a.created_ns);
 }
 
-export function matches(run, { text, state, severity, days }, now_ms) {
+// The collector has selected the runs by their words and their start.
+export function matches(run, { state, severity }) {
   if (state && run.state !== state) return false;
-  if (days && now_ms - run.created_ns / 1e6 > days * DAY_MS) return false;
-  if (severity && !hasSeverity(run.diagnosis, severity)) return false;
-  const words = [run.run, run.note, run.host, ...run.tags.map((tag) => `#${tag}`)].join(" ").toLowerCase();
-  return text.split(/\s+/).every((word) => words.includes(word));
+  return !severity || hasSeverity(run.diagnosis, severity);
 }
 
 // Whether the worst finding is at least as severe, or for `none` there is no finding.

@@ -9,7 +9,13 @@ const DEFAULT_SORT = "-started";
 
 export function filters() {
   const [text, runState, severity, period] = FILTERS.map((id) => byId(id).value);
-  return { text: text.trim().toLowerCase(), state: runState, severity, days: Number(period) };
+  return { text: text.trim(), state: runState, severity, days: Number(period) };
+}
+
+// Whether all runs are read: the collector's list has no filter by state or severity, and a single order.
+export function needsAll() {
+  const { key, down } = state.order;
+  return Boolean(byId("state").value) || isByDiagnosis() || key !== "started" || !down;
 }
 
 // Whether every run needs a diagnosis, and not only those that are shown.
@@ -37,7 +43,7 @@ function remember() {
 
 function recall() {
   const query = new URLSearchParams(location.search);
-  for (const id of FILTERS) byId(id).value = query.get(id) ?? "";
+  for (const id of FILTERS) byId(id).value = (query.get(id) ?? "").slice(0, byId(id).maxLength);
   sortBy(query.get("sort") ?? DEFAULT_SORT);
 }
 
@@ -46,12 +52,12 @@ function sortBy(text) {
   if (COLUMNS.some((column) => column.key === key)) state.order = { key, down: text.startsWith("-") };
 }
 
-// Fill the form from the address, and follow it: `render` shows the runs.
-export function followForm(render) {
+// Fill the form from the address, and follow it: `update` reads and shows the runs.
+export function followForm(update) {
   const changed = () => {
     state.shown = PAGE_ROWS;
     remember();
-    render();
+    update();
   };
   buildHeads(changed);
   recall();
