@@ -33,12 +33,15 @@ def list_runs(
     collector: CollectorOption = None,
     limit: Annotated[int, typer.Option(min=1, max=500, help="Most runs.")] = 20,
     state: Annotated[str | None, typer.Option(help=f"Only runs in this state: {', '.join(RUN_STATES)}.")] = None,
+    search: Annotated[
+        str, typer.Option(help="Only runs whose name, host, note or #tag has each of these words.", show_default=False)
+    ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """List the newest runs with their state and worst finding."""
-    query = {"limit": str(limit)} | ({"state": state} if state else {})
+    conditions = {name: value for name, value in (("state", state), ("search", search)) if value}
     config = settings(collector)
-    runs = ask(config, "/runs", query).document["runs"]
+    runs = ask(config, "/runs", {"limit": str(limit), **conditions}).document["runs"]
     if as_json:
         typer.echo(json.dumps(runs, indent=2))
     elif runs:
@@ -47,7 +50,7 @@ def list_runs(
         for line in _table([_row(run) for run in runs], severities):
             typer.echo(line)
     else:
-        typer.echo(f"ddpobs: no run at {config.collector} yet", err=True)
+        typer.echo(f"ddpobs: no run at {config.collector} {'matches' if conditions else 'yet'}", err=True)
 
 
 @main.command("open", rich_help_panel=LOOK, short_help="Open a run's page in the browser.")

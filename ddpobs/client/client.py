@@ -51,13 +51,18 @@ class Client:
         """
         return Run(replace(self._config, run=name), name)
 
-    def runs(self, limit: int = 50) -> list[Run]:
+    def runs(self, limit: int = 50, search: str = "") -> list[Run]:
         """Return the newest runs, the newest first.
+
+        Args:
+            limit: Most runs.
+            search: Words between spaces. A run's name, host, note or #tag must have each, in any case of its letters.
 
         Raises:
             CollectorError: The collector does not answer, or refuses.
         """
-        listed = read(self._config, "/runs", {"limit": str(limit)}).document["runs"]
+        query = {"limit": str(limit)} | ({"search": search} if search else {})
+        listed = read(self._config, "/runs", query).document["runs"]
         return [self.run(run["run"]) for run in listed]
 
     def fleet(self, weeks: int = 12, tag: str | None = None) -> dict[str, Any]:
