@@ -27,6 +27,7 @@ def help_page(code: str) -> str | None:
         return None
     text = _OUTSIDE.sub(r"\1", _LINK.sub(_link, files[code].read_text(encoding="utf-8")))
     content = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    content = content.replace("<pre><code>", '<pre tabindex="0"><code>')  # A drawing is wider than a phone.
     return (_PAGE / "static" / "help.html").read_text().replace("{code}", escape(code)).replace("{content}", content)
 
 

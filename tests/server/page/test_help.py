@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 from ddpobs_server.analysis.findings.registry import MODULES
 
 from tests.support.server.browsing import Visit
@@ -24,6 +27,16 @@ def test_a_finding_links_to_its_help(browser: object, url: str) -> None:
         visit.page.get_by_role("link", name="help on straggler").click()
     opened.value.get_by_role("heading", name="Slow ranks (stragglers)", exact=True).wait_for()
     assert visit.errors == []
+
+
+@pytest.mark.parametrize("code", ["crash", "monitoring", "concepts"])
+def test_help_is_readable_on_a_phone(browser: Any, url: str, code: str) -> None:
+    visit = Visit(browser, f"{url}/help/{code}")
+    visit.page.set_viewport_size({"width": 390, "height": 844})
+    wide = "[...document.querySelectorAll('body, table')].filter((node) => node.scrollWidth > node.clientWidth).length"
+    assert visit.page.evaluate(wide) == 0
+    results = Axe().run(visit.page)
+    assert results.violations_count == 0, results.generate_report()
 
 
 def test_there_is_no_help_on_an_unknown_finding(url: str) -> None:
