@@ -267,6 +267,8 @@ def test_two_runs_of_the_list_are_compared(browser: Any, url: str) -> None:
     visit.page.locator("#times tbody tr").first.wait_for()
     verdict = visit.page.locator("#times tr", has_text="backward").locator(".verdict")
     expect(verdict).to_have_text(re.compile("^faster by"))
+    expect(visit.page.get_by_role("link", name="open steady")).to_have_attribute("href", re.compile("^runs/steady"))
+    visit.page.get_by_text("50 and 50 typical steps are compared; 0 and 0 long steps").wait_for()
     visit.page.get_by_role("heading", name="and one of 0.0 % would have been").wait_for()
     went = visit.page.locator("#findings div", has_text="Only in picture")
     went.get_by_text("Rank 1 is slow in backward").wait_for()

@@ -47,7 +47,7 @@ def change_words(change: Change) -> str:
         steps = "long steps" if change.kind == "long" else "steps"
         if not change.b_ns:
             return f"not decided: too few {steps}"
-        reason = "the interval spans 1×" if low <= 0 <= high else f"too few {steps}"
+        reason = "the interval spans 1×" if low <= 0 <= high and change.smallest_ns else f"too few {steps}"
         return f"{_multiple(ratio, low, high)}{_UNDECIDED}: {reason}"
     if change.verdict == "slower" and ratio >= _MIN_MULTIPLE:
         return f"slower by {_multiple(ratio, low, high)}"

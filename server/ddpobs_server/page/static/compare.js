@@ -19,13 +19,18 @@ function showVerdict(response) {
     lines.push(`${delays}: other programs on the hosts may be the cause.`);
   }
   lines.push(`Limit ${limitPercent(limit)} %: ${limit.words}.`);
-  const long = `Of them ${a.long_steps} and ${b.long_steps} are long steps, which only the row “long steps” includes.`;
-  lines.push(`${a.steps} and ${b.steps} steps are compared. ${long}`);
+  const long = `${a.long_steps} and ${b.long_steps} long steps are only in the row “long steps”`;
+  lines.push(`${a.steps} and ${b.steps} typical steps are compared; ${long}.`);
   const { verdict } = changes[0];
   byId("verdict").className = `card ${disturbed || verdict === "too-few" ? "unsure" : verdict}`;
   const job = not_the_same_job ? [element("p", { class: "other-job" }, `${not_the_same_job}.`)] : [];
   const paragraphs = lines.map((line) => element("p", {}, line));
-  byId("verdict").replaceChildren(...job, element("h2", {}, response.headline), ...paragraphs);
+  const pages = element("p", { class: "row" }, ...[a, b].map(runLink));
+  byId("verdict").replaceChildren(...job, element("h2", {}, response.headline), ...paragraphs, pages);
+}
+
+function runLink({ run, attempt }) {
+  return element("a", { href: `runs/${encodeURIComponent(run)}?attempt=${attempt}` }, `open ${run}`);
 }
 
 function limitPercent({ ratio }) {
