@@ -19,7 +19,7 @@ from ddpobs.config import TelemetryConfig
 from ddpobs.errors import CollectorError
 from ddpobs.shared.words import shown_findings
 from ddpobs.wire import printable
-from ddpobs.wire.states import RUN_STATES
+from ddpobs.wire.states import OVER, RUN_STATES
 
 _TITLES = ("run", "state", "ranks", "steps", "started (UTC)", "worst finding")
 _STATE, _STARTED, _WORST = (_TITLES.index(title) for title in ("state", "started (UTC)", "worst finding"))
@@ -66,7 +66,7 @@ def _diagnose(config: TelemetryConfig, runs: list[dict[str, Any]]) -> None:
     """Fill in the worst finding of runs that the collector has not diagnosed since its start."""
     until = time.monotonic() + _DIAGNOSES_S
     for run in runs:
-        if run["diagnosis"] is None and run["steps"] and time.monotonic() < until:
+        if run["diagnosis"] is None and _has_findings(run) and time.monotonic() < until:
             with suppress(CollectorError):
                 diagnosis = read(config, f"/runs/{run['run']}/diagnostics", None, _DIAGNOSES_S).document
                 worst = next(iter(shown_findings(diagnosis)), {})
@@ -74,10 +74,14 @@ def _diagnose(config: TelemetryConfig, runs: list[dict[str, Any]]) -> None:
                 run["diagnosis"] = known | {"summary": diagnosis["summary"]}
 
 
+def _has_findings(run: dict[str, Any]) -> bool:
+    return bool(run["steps"] or run["state"] in OVER)  # A run may fail before its first step.
+
+
 def _row(run: dict[str, Any]) -> list[str]:
     diagnosis = run["diagnosis"]
     if diagnosis is None:
-        worst = f"not diagnosed yet: ddpobs report {run['run']}" if run["steps"] else "no step yet"
+        worst = f"not diagnosed yet: ddpobs report {run['run']}" if _has_findings(run) else "no step yet"
     else:
         worst = diagnosis["worst"] or diagnosis["summary"]
     started = datetime.fromtimestamp(run["created_ns"] / 1e9, UTC)

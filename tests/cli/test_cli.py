@@ -164,6 +164,16 @@ def test_list_names_the_command_for_a_run_whose_diagnosis_fails() -> None:
     assert "not diagnosed yet: ddpobs report new" in done.stdout.splitlines()[1]
 
 
+@pytest.mark.parametrize(("state", "worst"), [("failed", "Rank 1 failed"), ("running", "no step yet")])
+def test_list_has_the_crash_of_a_run_without_a_step(state: str, worst: str) -> None:
+    run = LISTED | {"run": "early", "state": state, "diagnosis": None, "steps": 0}
+    crash = {"summary": "", "findings": [{"code": "crash", "verdict": "Rank 1 failed", "severity": "critical"}]}
+    answers: dict[str, object] = {"/runs?limit=20": {"runs": [run]}, "/runs/early/diagnostics": crash}
+    with collector(answering(answers)) as server:
+        done = invoke("list", "--collector", server.url)
+    assert done.stdout.splitlines()[1].endswith(worst)
+
+
 def test_the_help_groups_the_commands_in_the_order_of_their_use() -> None:
     text = invoke("--help", TERM="dumb").stdout
     places = [
