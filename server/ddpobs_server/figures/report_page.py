@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -20,6 +21,7 @@ from ddpobs_server.figures.report_tables import ReportTable
 _MAX_INTERVALS = 3
 _STACKS = ("stacks", "threads", "traceback", "output")
 """Facts that are shown as they are, below the finding."""
+_CODE = re.compile(r"`([^`]+)`")
 _STATIC = Path(__file__).parent / "static"
 _START = """
 for (const place of document.querySelectorAll("[data-item]")) {
@@ -161,4 +163,9 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def _list(facts: Mapping[str, str]) -> str:
-    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(value)}</dd>' for name, value in facts.items())}</dl>"
+    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{_text(value)}</dd>' for name, value in facts.items())}</dl>"
+
+
+def _text(value: str) -> str:
+    """The value with what stands between backticks as code."""
+    return _CODE.sub(r"<code>\1</code>", escape(value))

@@ -123,9 +123,10 @@ def test_the_page_switches_between_attempts(browser: Any, url: str) -> None:
     [
         (f"again/report.html?attempt={ATTEMPT}", "<pre>File train.py\nline 7</pre>"),
         ("hung/report.html", f"<pre>Rank 1:\n  train.py:5 main\n  data.py:31 {escape(EVIL)}</pre>"),
+        ("hung/report.html", "<code>ddpobs stacks</code>"),
         ("command/report.html", f"<pre>usage:\nno such option {escape(EVIL)}</pre>"),
     ],
-    ids=["crash", "hang", "command"],
+    ids=["crash", "hang", "code", "command"],
 )
 def test_the_html_report_shows_a_traceback_and_stacks_as_they_are(run: str, text: str, url: str) -> None:
     assert text in httpx.get(f"{url}/api/v1/runs/{run}").text

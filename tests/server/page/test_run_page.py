@@ -370,3 +370,5 @@ def test_the_report_is_one_file_that_draws_all_figures(browser: Any, url: str, t
     assert "owned" not in visit.page.title()
     assert visit.requests == [file.as_uri()]
     assert visit.errors == []
+    visit.page.set_viewport_size({"width": 390, "height": 844})
+    assert visit.page.evaluate("document.documentElement.scrollWidth") == 390
