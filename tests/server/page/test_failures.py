@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from ddpobs_server.figures.report_page import report_page
 from playwright.sync_api import expect
 
 from benchmarks.rig.collector import collector
@@ -123,13 +124,18 @@ def test_the_page_switches_between_attempts(browser: Any, url: str) -> None:
     [
         (f"again/report.html?attempt={ATTEMPT}", "<pre>File train.py\nline 7</pre>"),
         ("hung/report.html", f"<pre>Rank 1:\n  train.py:5 main\n  data.py:31 {escape(EVIL)}</pre>"),
-        ("hung/report.html", "<code>ddpobs stacks</code>"),
         ("command/report.html", f"<pre>usage:\nno such option {escape(EVIL)}</pre>"),
     ],
-    ids=["crash", "hang", "code", "command"],
+    ids=["crash", "hang", "command"],
 )
 def test_the_html_report_shows_a_traceback_and_stacks_as_they_are(run: str, text: str, url: str) -> None:
     assert text in httpx.get(f"{url}/api/v1/runs/{run}").text
+
+
+def test_the_html_report_sets_code_apart() -> None:
+    nothing: dict[str, Any] = {"findings": [], "missing": [], "summary": ""}
+    html, _ = report_page("r", "http://c/runs/r", {"do": "`ddpobs push <x>`; wait"}, nothing, [], tables=[])
+    assert "<dd><code>ddpobs push &lt;x&gt;</code>; wait</dd>" in html
 
 
 def test_a_command_s_end_and_last_lines_are_on_the_page_and_no_rank_failed(browser: Any, url: str) -> None:
