@@ -43,8 +43,11 @@ def unpack_spans(packed: bytes, limit_bytes: int = packing.UNPACKED_BYTES) -> Sp
     never = started == _NEVER
     launched += spans.ready_ns
     done += launched
-    started += launched
-    started[never] = UNKNOWN
+    if never.all():
+        started.fill(UNKNOWN)
+    else:
+        started += launched
+        started[never] = UNKNOWN
     return spans
 
 

@@ -6,7 +6,7 @@ import os
 import re
 from base64 import b64decode
 from collections.abc import Collection
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any, Literal
@@ -333,7 +333,7 @@ class Settings(BaseSettings):
         """Whether the settings have a token."""
         return self.token is not None or self.token_file is not None
 
-    @property
+    @cached_property
     def hosts(self) -> list[str]:
         """Addresses to listen on."""
         return [host.strip() for host in self.host.split(",")]
@@ -348,7 +348,7 @@ class Settings(BaseSettings):
         """Group, workspace and access of each entry of `sign_on_groups`."""
         return [(match[1].strip(), match[2], match[3]) for match in _GROUP.finditer(self.sign_on_groups)]
 
-    @property
+    @cached_property
     def on_loopback(self) -> bool:
         """Whether only this machine can connect: the hosts are loopback and no trusted proxy forwards requests."""
         return all(map(_is_loopback, self.hosts)) and not self.trusted_proxies

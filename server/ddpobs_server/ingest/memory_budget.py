@@ -73,7 +73,7 @@ class IngestMemoryBudget:
         used_bytes = self.in_use[workspace]
         if used_bytes > own_bytes and used_bytes + size_bytes > share_bytes:
             raise _busy(f"batches under way of workspace {workspace} use its share of {share_bytes} bytes")
-        if self.in_use.total() > own_bytes and self.in_use.total() + size_bytes > self.limit_bytes:
+        if (total := self.in_use.total()) > own_bytes and total + size_bytes > self.limit_bytes:
             raise _busy(f"batches under way use {self.limit_bytes} bytes")
         self.in_use[workspace] += size_bytes
 

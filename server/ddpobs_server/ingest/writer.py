@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -197,8 +197,8 @@ class Writer:
         except Exception as error:
             self._isolate_failure(group, error)
         else:
-            for (arrival, _), outcome in zip(group, outcomes, strict=True):
-                self._count(arrival, outcome)
+            self._count([arrival for arrival, _ in group], outcomes)
+            for arrival, _ in group:
                 self._series.stored(arrival.batch)
             self._settle([(future, outcome) for (_, future), outcome in zip(group, outcomes, strict=True)])
         finally:
@@ -242,13 +242,16 @@ class Writer:
         with suppress(RuntimeError):  # The event loop has ended, and all waiting requests with it.
             self._loop.call_soon_threadsafe(_set_results, results)
 
-    def _count(self, arrival: Arrival, outcome: Outcome) -> None:
-        self.batches.labels(outcome.value).inc()
-        self.seconds.observe(max(0.0, (time.time_ns() - arrival.received_ns) / 1e9))
-        self.age_seconds.observe(max(0.0, (arrival.received_ns - arrival.batch.anchor.wall_ns) / 1e9))
-        if outcome is Outcome.STORED:
-            self.bytes.inc(arrival.size_bytes)
-            self.spans.inc(0 if arrival.batch.spans is None else len(arrival.batch.spans))
+    def _count(self, arrivals: Sequence[Arrival], outcomes: Sequence[Outcome]) -> None:
+        now_ns = time.time_ns()
+        for outcome in set(outcomes):
+            self.batches.labels(outcome.value).inc(outcomes.count(outcome))
+        for arrival in arrivals:
+            self.seconds.observe(max(0.0, (now_ns - arrival.received_ns) / 1e9))
+            self.age_seconds.observe(max(0.0, (arrival.received_ns - arrival.batch.anchor.wall_ns) / 1e9))
+        stored = [arrival for arrival, outcome in zip(arrivals, outcomes, strict=True) if outcome is Outcome.STORED]
+        self.bytes.inc(sum(arrival.size_bytes for arrival in stored))
+        self.spans.inc(sum(len(arrival.batch.spans or ()) for arrival in stored))
 
 
 def _set_results(results: list[tuple[_Acknowledgement, Outcome | Exception]]) -> None:

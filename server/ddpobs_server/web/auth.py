@@ -22,6 +22,7 @@ BEARER = HTTPBearer(
     auto_error=False,
 )
 """Only documents the scheme in OpenAPI; `Authenticator` does the checks."""
+_REFRESHED = "ddpobs.tokens_refreshed"
 
 
 async def refresh_tokens_for(request: Request) -> None:
@@ -30,8 +31,8 @@ async def refresh_tokens_for(request: Request) -> None:
     Raises:
         Problem: As `Authenticator.refresh_if_stale`.
     """
-    if not getattr(request.state, "tokens_refreshed", False):
-        request.state.tokens_refreshed = True
+    if not request.scope.get(_REFRESHED, False):
+        request.scope[_REFRESHED] = True
         await services_of(request).authenticator.refresh_if_stale(*_credentials(request))
 
 
@@ -59,11 +60,12 @@ def needs(scope: str, people: bool = True) -> Callable[[Request], Awaitable[Call
     async def authorize(
         request: Request, _documented: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)] = None
     ) -> Caller:
-        authenticator, sign_on = services_of(request).authenticator, services_of(request).sign_on
+        services = services_of(request)
+        authenticator = services.authenticator
         await refresh_tokens_for(request)
         if authenticator.allows_anonymous:
-            _check_host(request.headers.get("Host", ""), tuple(services_of(request).settings.hosts))
-        person = sign_on.caller(request.scope) if people else None
+            _check_host(request.headers.get("Host", ""), tuple(services.settings.hosts))
+        person = services.sign_on.caller(request.scope) if people else None
         caller = person or authenticator.caller(*_credentials(request))
         if scope not in caller.scopes:
             scopes = ", ".join(sorted(caller.scopes))
