@@ -169,14 +169,15 @@ EXPERIMENTS = {
         "Latency of a batch by the number of ranks",
         (
             Variant("1 rank", ranks=1),
-            Variant("2 ranks", predicts=True),
+            Variant("2 ranks"),
+            Variant("2 ranks, 0.5 MB", cap_mb=0.5, predicts=True),  # Small buckets show the latency of the link.
             Variant("3 ranks", ranks=3),
             Variant("4 ranks", ranks=4),
             *(Variant(f"4 ranks, every {batches}", ranks=4, batches=batches) for batches in (2, 4, 8)),
         ),
         (Claim("4 ranks", 0.0, 1.2, "the abstract: near-linear scaling"),),
         models=("waiting",),
-        smallest="transformer",  # A prediction needs buckets of two sizes.
+        smallest="uneven",  # A prediction needs buckets of two sizes.
     ),
 }
 """By the name on the command line."""

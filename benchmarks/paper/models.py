@@ -1,8 +1,9 @@
-"""The models of the experiments: those of all benchmarks, and ResNet-50 on a device that takes no processor."""
+"""The models of the experiments: all benchmarks', a small one, and ResNet-50 on a device that takes no processor."""
 
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -52,5 +53,11 @@ PAPER_MODELS = MODELS | {
         lambda: Waiting(MODELS["resnet50"].build()),
         lambda: (torch.ones(1, requires_grad=True),),
         lambda result: [result],
-    )
+    ),
+    "uneven": Model(
+        "five uneven layers, 1.6 M",
+        lambda: nn.Sequential(*(nn.Linear(*sizes) for sizes in pairwise((64, 256, 1024, 1024, 256, 64)))),
+        lambda: (torch.randn(8, 64),),
+        lambda result: [result],
+    ),
 }

@@ -18,14 +18,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 RANKS = tuple(2**power for power in range(1, 9))
-LINES: dict[str, dict[str, float]] = {
+LINES: dict[str, dict[str, Any]] = {
     **{f"every {batches}": {"accumulate": batches} for batches in (1, 2, 4, 8)},
     "every 1, 100 Gbit/s": {"link_gbps": 100.0},
 }
 """The predicted lines, each with its question. The paper's cluster has links of 100 Gbit/s."""
 STEPS = 30
 """Least steps of a launch that predicts: the model is fitted to twenty, without the first ones."""
-_BASE, _ALONE, _LAST = "2 ranks", "1 rank", "4 ranks"
+_BASE, _ALONE, _LAST = "2 ranks, 0.5 MB", "1 rank", "4 ranks"
+_DEFAULT_CAPS = "1:25"
+"""Of the first bucket and the others, in MB."""
 _RUN = "scaling"
 _NEAR, _DOUBLE = 1.2, 2.0
 """What we take for near-linear, and section 5.3's step on 256 GPUs, as multiples of a step of one rank."""
@@ -46,11 +48,12 @@ def predict(folder: Path) -> dict[str, list[list[float]]]:
     with running_collector(folder) as url:
         push(folder / "spool", url)
         return {
-            line: [_predicted(url, change | {"world_size": ranks}) for ranks in RANKS] for line, change in LINES.items()
+            line: [_predicted(url, change | {"world_size": ranks, "bucket_cap_mb": _DEFAULT_CAPS}) for ranks in RANKS]
+            for line, change in LINES.items()
         }
 
 
-def _predicted(url: str, change: dict[str, float]) -> list[float]:
+def _predicted(url: str, change: dict[str, Any]) -> list[float]:
     document = asked(url, _RUN, change)
     answer = document["answers"][0] if document["answers"] else {"prediction": None, "refused": document["missing"]}
     if answer["prediction"] is None:
@@ -95,6 +98,8 @@ def draw_scaling(axes: Axes, found: dict[str, Launches]) -> None:
             ranks, middle, [middle - low, high - middle], **shape, linewidth=1, capsize=2, label=f"predicted, {line}"
         )
     for variant in EXPERIMENTS["scaling"].measured(found):
+        if variant.predicts:
+            continue
         steps = np.concatenate(batch_s(EXPERIMENTS["scaling"], variant.title, found[variant.title]))
         low, middle, high = np.percentile(steps, (5, 50, 95))
         marker = _STYLES[list(LINES).index(f"every {variant.batches}")][1]

@@ -28,7 +28,7 @@ def results(experiment: str, step_s: dict[str, float]) -> dict[str, Any]:
         ]
         for variant in EXPERIMENTS[experiment].variants
     }
-    for launch in launches.get("2 ranks", []):
+    for launch in launches.get("2 ranks, 0.5 MB", []):
         launch["predicted"] = {line: [[3.0, 2.0, 4.0]] * len(scaling.RANKS) for line in scaling.LINES}
     return {"experiment": experiment, "settings": {"tiny, 1gbit": launches}}
 
@@ -69,7 +69,7 @@ def test_an_older_result_has_no_row_of_a_later_variant() -> None:
 
 def test_predictions_are_multiples_of_one_rank_s_batch_over_all_launches() -> None:
     found = results("scaling", {"1 rank": 2.0, "4 ranks": 5.0})
-    first, second = found["settings"]["tiny, 1gbit"]["2 ranks"]
+    first, second = found["settings"]["tiny, 1gbit"]["2 ranks, 0.5 MB"]
     first["predicted"]["every 1"] = [[4.0, 3.5, 5.0]] * len(scaling.RANKS)
     second["predicted"]["every 1"] = [[6.0, 3.0, 7.0]] * len(scaling.RANKS)
     row = scaling.predictions(found).splitlines()[2]
