@@ -47,3 +47,12 @@ def test_the_focus_stays_among_the_tools_when_the_window_becomes_narrow(browser:
     assert visit.page.evaluate(_FOCUSED) == "Box Zoom steps or time"
     visit.page.set_viewport_size({"width": 700, "height": 800})
     visit.page.wait_for_function(f"() => ({_FOCUSED})() === 'More tools'")
+
+
+def test_the_focus_stays_at_its_tool_when_the_figure_is_drawn_anew(browser: Any, url: str) -> None:
+    visit = drawn(browser, f"{url}/runs/picture")
+    visit.page.get_by_role("toolbar", name="Tools of One step").get_by_role("button").nth(0).focus()
+    visit.page.keyboard.press("ArrowRight")
+    visit.page.emulate_media(color_scheme="dark")
+    visit.page.wait_for_function(f"() => ({_RING})() === 'rgb(122, 162, 255) solid 2px'")
+    assert visit.page.evaluate(_FOCUSED) == "Box Zoom steps or time"

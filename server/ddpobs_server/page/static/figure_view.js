@@ -2,7 +2,7 @@
 
 import { get, Unreachable } from "./api.js";
 import { element } from "./elements.js";
-import { nameTools } from "./toolbars.js";
+import { focusTool, focusedTool, nameTools } from "./toolbars.js";
 
 const LEGEND_COLUMN_PX = 165;
 const MAX_LEGEND_COLUMNS = 9;
@@ -93,12 +93,14 @@ export class FigureView {
       holder.remove();
       return;
     }
+    const tool = focusedTool(this.plot);
     discard(before);
     this.views = views;
     for (const child of [...this.plot.children]) if (child !== holder) child.remove();
     holder.classList.remove("incoming");
     this.#watch();
     nameTools(this.plot, this.data.title);
+    focusTool(this.plot, tool);
   }
 
   get model() {

@@ -10,6 +10,19 @@ export function nameTools(plot, title) {
   }
 }
 
+// The tool with the focus, by its place among the tools of a drawing; -1 if none has it.
+export function focusedTool(plot) {
+  return toolsOf(plot).findIndex((tool) => tool.matches(":focus"));
+}
+
+export function focusTool(plot, index) {
+  toolsOf(plot)[index]?.focus({ preventScroll: true });
+}
+
+function toolsOf(plot) {
+  return [...inside(plot)].filter((node) => node.matches(".bk-Toolbar")).flatMap(buttonsOf);
+}
+
 function nameBar(bar, title) {
   if (!bar.hasAttribute("role")) followBar(bar, title);
   const buttons = buttonsOf(bar);
