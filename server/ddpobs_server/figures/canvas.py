@@ -29,8 +29,11 @@ from ddpobs_server.figures.theme import Theme
 FONT = "system-ui, sans-serif"
 _LEGEND_ROW = 26
 """Height of a row of a legend."""
-_FOCUS = ":focus-visible {{ outline: 2px solid {color} !important; outline-offset: -2px; }}"
-"""Style of the tool that the keyboard is at."""
+_TOOLS = (
+    ":host {{ --bokeh-icon-color: {icon}; }} :focus-visible {{ outline: 2px solid {focus} !important; "
+    "outline-offset: -2px; }}"
+)
+"""Style of the tools, and of the one that the keyboard is at."""
 SELECTION, STEP, POINTER = "selection", "step", "pointer"
 """Names of the marks."""
 
@@ -67,7 +70,7 @@ def base_plot(name: str, theme: Theme, height: int, **options: Any) -> figure:
         **options,
     )
     plot.toolbar.logo = None
-    plot.toolbar.stylesheets = [InlineStyleSheet(css=_FOCUS.format(color=theme.severity["info"]))]
+    plot.toolbar.stylesheets = [InlineStyleSheet(css=_TOOLS.format(icon=theme.muted, focus=theme.severity["info"]))]
     plot.name = name
     for axis in plot.axis:
         axis.axis_label_text_font = axis.major_label_text_font = FONT

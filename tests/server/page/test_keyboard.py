@@ -22,12 +22,14 @@ def test_with_a_keyboard_alone_the_figures_are_near_and_their_tools_have_names(b
     focused, press = visit.page.evaluate, visit.page.keyboard.press
     press("Tab")
     assert focused(_FOCUSED) == "Skip to the figures"
+    reads = visit.reads()
     press("Enter")
     stops = []
     while "previousEarlier step" not in stops:
         press("Tab")
         stops.append(focused(_FOCUSED))
         assert len(stops) < 8, stops
+    assert visit.reads() == reads  # A link within the page draws nothing anew.
     press("Tab")
     press("Tab")
     tools = [focused(_FOCUSED)]

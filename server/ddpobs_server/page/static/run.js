@@ -135,7 +135,9 @@ followButtons();
 followWhatif();
 whatifLegend();
 addEventListener("popstate", () => {
-  Object.assign(state, read(location.search), { seen: null });
+  const wanted = read(location.search);
+  if (JSON.stringify(wanted.selection) === JSON.stringify(state.selection)) return; // A link within the page.
+  Object.assign(state, wanted, { seen: null });
   runOnce(show);
 });
 onColors(() => runOnce(() => draw(false)));

@@ -36,8 +36,10 @@ function nameBar(bar, title) {
       const next = buttons[index + MOVES[event.key]];
       if (!next) return;
       event.preventDefault();
-      [button.tabIndex, next.tabIndex] = [-1, 0];
       next.focus();
+    };
+    button.onfocus = () => {
+      for (const each of buttons) each.tabIndex = each === button ? 0 : -1;
     };
   }
 }
