@@ -180,12 +180,12 @@ def _finding(evidence: Evidence, account: RunAccount, losses: dict[_Cause, int],
     steps = max(1, *(attempt.steps for attempt in account.attempts))
     intervals = _intervals(evidence.processes, main.kinds if main and explains else ("waiting",), ranks)
     held_steps = [(interval["from"], interval["to"]) for interval in intervals]
-    outside = 1 - account.share(*(part for part in account.parts if group_of(part) == "steps"))
+    steps_share = account.share(*(part for part in account.parts if group_of(part) == "steps"))
     return Finding(
         code="time-outside-steps",
         severity=severity_of(share),
         verdict=_verdict(ranks, len(by_rank), does, taken_ns / wall_ns),
-        measure=f"{duration(taken_ns)} of {duration(wall_ns)}{others}; outside of steps in all: {percent(outside)}",
+        measure=f"{duration(taken_ns)} of {duration(wall_ns)}{others}; steps take {percent(steps_share)}",
         where=evidence.where(ranks),
         remedy=f"{remedy}.",
         steps=(min(first for first, _ in held_steps), max(last for _, last in held_steps))

@@ -31,7 +31,7 @@ def test_the_rank_that_saves_is_named_and_the_other_waits() -> None:
     saves, waits = process(0, outside=[checkpoints], **steps(20)), process(1, outside={"waiting": 70}, **steps(20))
     finding = only(judge(saves, waits))
     assert finding.verdict == "Rank 0 saves checkpoints for 70 % of the run"
-    assert finding.measure == "70 s of 100 s while the other rank waits; outside of steps in all: 80 %"
+    assert finding.measure == "70 s of 100 s while the other rank waits; steps take 20 %"
     assert (finding.severity, finding.ranks, finding.steps) == ("critical", [0], (4, 200))
     assert [(each.first, each.last) for each in finding.intervals] == [(4, 200)]
     assert "in the background" in finding.remedy
