@@ -83,3 +83,13 @@ def test_the_start_page_has_the_four_tabs_and_a_picture(browser: Any, site: tupl
     page.goto(f"{site[0]}/index.html")
     expect(page.locator(".md-tabs__item")).to_have_text(["Use", "Findings", "Reference", "Operate"])
     assert page.locator("article img").evaluate("image => image.naturalWidth") > 500
+
+
+@pytest.mark.parametrize("name", ["paper", "examples", "whatif"])
+def test_no_picture_of_figures_is_cut_off(browser: Any, site: tuple[str, Path], name: str) -> None:
+    page = browser.new_page(viewport={"width": 1400, "height": 900})
+    page.goto(f"{site[0]}/{name}.html")
+    page.wait_for_function("[...document.querySelectorAll('article img')].every((image) => image.naturalWidth > 0)")
+    cut = """(images) => images.filter(({ clientWidth, clientHeight, naturalWidth, naturalHeight }) =>
+      Math.abs(clientHeight - (naturalHeight * clientWidth) / naturalWidth) > 2).map(({ src }) => src)"""
+    assert page.locator("article img").evaluate_all(cut) == []
