@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.paper.experiments import EXPERIMENTS, Experiment
+from benchmarks.paper.experiments import EXPERIMENTS, Experiment, Variant
 from benchmarks.paper.loss_plot import draw_losses
 from benchmarks.paper.operations import draw_operations
 from benchmarks.paper.readiness import draw_readiness
@@ -47,7 +48,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         if results["experiment"] == "scaling":
             draw_scaling(axes, found)
         else:
-            titles = [variant.title for variant in experiment.measured(found)]
+            titles = _in_order(experiment, found)
             axes.set_xticks(range(len(titles)), titles, rotation=30, ha="right")
             if results["experiment"] == "breakdown":
                 _bars(axes, titles, found)
@@ -59,6 +60,14 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.3))
     figure.suptitle(experiment.title.replace("`", ""))
     figure.savefig(path, bbox_inches="tight")
+
+
+def _in_order(experiment: Experiment, found: dict[str, Launches]) -> list[str]:
+    """Return the measured variants' titles, by bucket size if they differ in it alone."""
+    variants = experiment.measured(found)
+    if all(replace(variant, title="", cap_mb=None) == Variant("") for variant in variants):
+        variants.sort(key=lambda variant: variant.cap_mb or 0.0)
+    return [variant.title for variant in variants]
 
 
 def _boxes(axes: Axes, experiment: Experiment, titles: list[str], found: dict[str, Launches]) -> None:
@@ -96,10 +105,10 @@ def _bars(axes: Axes, titles: list[str], found: dict[str, Launches]) -> None:
 
 def _claims(axes: Axes, experiment: Experiment, model: str, found: dict[str, Launches]) -> None:
     """Draw the band of each claim around its variant; an endless one ends at the slowest step."""
-    titles = [variant.title for variant in experiment.measured(found)]
+    titles = _in_order(experiment, found)
     slowest_s = max(max(map(max, batch_s(experiment, title, found[title]))) for title in titles)
     for claim in experiment.claims_about(model, found):
-        base = claim.base or titles[0]
+        base = claim.base or experiment.variants[0].title
         base_s = float(np.median(np.concatenate(batch_s(experiment, base, found[base]))))
         low, high = claim.low, max(claim.low, min(claim.high, slowest_s / base_s))
         axes.bar(
