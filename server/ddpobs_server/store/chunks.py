@@ -57,8 +57,13 @@ def unpack(kind: str, rank: int, payload: bytes) -> dict[str, wire.Ints]:
     return {"rank": np.full(len(record), rank, np.int64), **record.by_name()}
 
 
+def ends(step: wire.Ints) -> tuple[int, int]:
+    """First and last of the steps, which are in any order."""
+    return int(step.min()), int(step.max())
+
+
 def row(
-    key: tuple[str, str, int], *, attempt: str, kind: str, rank: int, step: wire.Ints, payload: bytes
+    key: tuple[str, str, int], *, attempt: str, kind: str, rank: int, ends: tuple[int, int], rows: int, payload: bytes
 ) -> dict[str, Any]:
     """The chunk's row in `schema.chunks`, under a batch's run, source and sequence number."""
     run, source, seq = key
@@ -67,9 +72,9 @@ def row(
         "source": source,
         "kind": kind,
         "seq": seq,
-        "first_step": int(step.min()),
-        "last_step": int(step.max()),
-        "rows": len(step),
+        "first_step": ends[0],
+        "last_step": ends[1],
+        "rows": rows,
         "payload": payload,
         "attempt": attempt,
         "rank": rank,

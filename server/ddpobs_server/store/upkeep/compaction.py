@@ -85,7 +85,9 @@ def _join(engine: Engine, run: str, part: Sequence[Row[*tuple[Any, ...]]]) -> in
     kind, rank = part[0].kind, part[0].rank
     payload, step = _joined(kind, rank, [row.payload for row in payload_rows])
     key = (run, part[-1].source, part[-1].seq)
-    joined = chunks.row(key, attempt=part[0].attempt, kind=kind, rank=rank, step=step, payload=payload)
+    joined = chunks.row(
+        key, attempt=part[0].attempt, kind=kind, rank=rank, ends=chunks.ends(step), rows=len(step), payload=payload
+    )
     c, runs = schema.chunks.c, schema.runs.c
     with engine.connect() as connection:
         # Lock the run's own row first, as a deletion of the run does.

@@ -91,7 +91,13 @@ class Arrival:
     @cached_property
     def extents(self) -> sent_once.Extents:
         """First and last of what is sent once."""
-        return sent_once.extents(self.batch)
+        return sent_once.extents(self.batch, self.step_ends.values())
+
+    @cached_property
+    def step_ends(self) -> dict[str, tuple[int, int]]:
+        """First and last step of its steps and of its spans, without an entry for none."""
+        columns = {"steps": self.batch.steps, "spans": self.batch.spans}
+        return {kind: chunks.ends(own.step) for kind, own in columns.items() if own is not None and len(own)}
 
 
 class Joined(NamedTuple):
@@ -253,7 +259,7 @@ def _touch_sources(connection: Connection, arrivals: Sequence[Arrival]) -> None:
 
 def _source_row(arrival: Arrival) -> dict[str, Any]:
     batch, now = arrival.batch, arrival.received_ns
-    stepped = batch.steps is not None and len(batch.steps) > 0
+    _, last_step = arrival.step_ends.get("steps", (0, None))
     ended, ended_ns = endings.end_of(batch)
     stuck_pulse = endings.stuck_pulse(batch)
     return {
@@ -266,8 +272,8 @@ def _source_row(arrival: Arrival) -> dict[str, Any]:
         "dropped": batch.dropped,
         "first_seen_ns": now,
         "last_seen_ns": now,
-        "last_step": int(batch.steps.step.max()) if stepped else 0,  # type: ignore[union-attr]
-        "last_step_seen_ns": now if stepped else 0,
+        "last_step": last_step or 0,
+        "last_step_seen_ns": 0 if last_step is None else now,
         "wall_ns": batch.anchor.wall_ns,
         "monotonic_ns": batch.anchor.monotonic_ns,
         "hello": msgspec.json.encode(batch.hello).decode() if batch.hello is not None else None,
@@ -297,20 +303,22 @@ def _chunks(arrivals: Sequence[Arrival], joined: Mapping[str, Sequence[Joined]])
         batch = arrival.batch
         if batch.spans is not None and len(batch.spans):
             assert batch.packed_spans is not None
-            rows.append(_chunk(batch, "spans", batch.spans.step, batch.packed_spans, batch.rank))
+            facts = {"rank": batch.rank, "ends": arrival.step_ends["spans"], "rows": len(batch.spans)}
+            rows.append(_chunk(batch, kind="spans", payload=batch.packed_spans, **facts))
         for index, readiness in enumerate(batch.readiness):
             payload = zstandard.compress(wire.pack(readiness), 1)
-            rows.append(_chunk(batch, f"readiness-{index}", np.array([readiness.step]), payload, batch.rank))
+            facts = {"rank": batch.rank, "ends": (readiness.step, readiness.step), "rows": 1}
+            rows.append(_chunk(batch, kind=f"readiness-{index}", payload=payload, **facts))
     for kind, groups in joined.items():
         for batches, record, batch_index in groups:
             rank = np.array([batch.rank for batch in batches])[batch_index]
-            rows.append(_chunk(batches[0], kind, record.step, chunks.pack(rank, record), wire.UNKNOWN))
+            facts = {"rank": wire.UNKNOWN, "ends": chunks.ends(record.step), "rows": len(record)}
+            rows.append(_chunk(batches[0], kind=kind, payload=chunks.pack(rank, record), **facts))
     return rows
 
 
-def _chunk(batch: wire.Batch, kind: str, step: wire.Ints, payload: bytes, rank: int) -> dict[str, Any]:
-    key = (batch.run, batch.source, batch.seq)
-    return chunks.row(key, attempt=batch.attempt, kind=kind, rank=rank, step=step, payload=payload)
+def _chunk(batch: wire.Batch, **facts: Any) -> dict[str, Any]:
+    return chunks.row((batch.run, batch.source, batch.seq), attempt=batch.attempt, **facts)
 
 
 def _count_record_bytes(connection: Connection, growth: Mapping[str, int]) -> None:

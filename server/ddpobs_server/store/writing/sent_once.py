@@ -9,7 +9,7 @@ A look-up passes over the batches without steps beside it, such as those of a ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -27,13 +27,17 @@ _Sent = tuple[wire.Batch, Extents]
 """A batch with steps or collectives, and its extents."""
 
 
-def extents(batch: wire.Batch) -> Extents:
-    """First and last step of a batch's steps and spans, and collective of its peers; None without any."""
-    columns = [c.step for c in (batch.steps, batch.spans) if c is not None and len(c)]
+def extents(batch: wire.Batch, step_ends: Collection[tuple[int, int]]) -> Extents:
+    """First and last step of a batch's steps and spans, and collective of its peers; None without any.
+
+    Args:
+        batch: The batch.
+        step_ends: First and last step of its steps and of its spans.
+    """
     windows = batch.peers
     return {
-        "first_step": min((int(step.min()) for step in columns), default=None),
-        "last_step": max((int(step.max()) for step in columns), default=None),
+        "first_step": min((first for first, _ in step_ends), default=None),
+        "last_step": max((last for _, last in step_ends), default=None),
         "first_collective": min((window.first_collective for window in windows), default=None),
         "last_collective": max((window.last_collective for window in windows), default=None),
     }
