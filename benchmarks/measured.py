@@ -295,14 +295,16 @@ def _many_runs() -> str:
     for name, value in found.items():
         title, _, unit = name.rpartition(", ")
         if unit in ("ms", "s") and title != "neighbour alone":
-            beside = found.get(f"neighbour during {title}, ratio")
-            rows.append([title, f"{value:,.0f} {unit}", "" if beside is None else f"{beside:.2f}"])
+            others = {f"{title}, processor ms": ",.0f", f"neighbour during {title}, ratio": ".2f"}
+            cells = [format(found[other], text) if other in found else "" for other, text in others.items()]
+            rows.append([title, f"{value:,.0f} {unit}", *cells])
     background = found["neighbour during background work, ratio"]
     rows += [
-        ["all background work", "", f"{background:.2f}"],
-        ["memory, peak", f"{found['memory, peak MB']:,.0f} MB", ""],
+        ["all background work", "", "", f"{background:.2f}"],
+        ["memory, peak", f"{found['memory, peak MB']:,.0f} MB", "", ""],
     ]
-    return rows_of([f"{found['runs']:,} runs", "", "latency of a neighbour, of that alone"], rows)
+    head = [f"{found['runs']:,} runs", "", "processor time, ms", "latency of a neighbour, of that alone"]
+    return rows_of(head, rows)
 
 
 def _extremes() -> str:
