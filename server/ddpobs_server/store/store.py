@@ -228,13 +228,13 @@ class Store:
         sizes = {key: outline.size_bytes for key, outline in outlines.items()}
         by_bucket, reduced_bytes = bucket_sums.read_named(connection, sources, sizes)
         steps = {run: sum(counts) for run, counts in histograms.items()}
-        last_seen = aggregate_queries.last_seen(connection, sources)
+        last_seen, with_hello = aggregate_queries.last_seen(connection, sources)
         return Aggregates(
             runs=runs,
             changed=frozenset(run.run for run in changed),
             phases=phase_totals.read(connection, sources, changed, steps=steps, last_seen=last_seen, active=runs),
             last_seen=last_seen,
-            facts=aggregate_queries.facts(connection, sources),
+            facts=aggregate_queries.facts(connection, sources, with_hello),
             histograms=histograms,
             buckets=by_bucket,
             outlines=outlines,

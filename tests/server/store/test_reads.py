@@ -356,3 +356,14 @@ def test_batches_are_acknowledged_while_more_reads_wait_than_threads_exist(tmp_p
             assert {answer.status_code for answer in await asyncio.gather(*reads)} == {200}
 
     asyncio.run(scenario())
+
+
+def test_the_buckets_of_a_run_without_a_layout_have_no_sums(store: Store) -> None:
+    """Its buckets have the module and the revision of another run's layout."""
+    for run, layouts in (("named", [layout()]), ("unnamed", [])):
+        sent = batch(run, steps=steps(0, 3), spans=spans(0, 3), layouts=layouts)
+        packed = wire.decode(wire.encode(sent), wire.MSGPACK, 10**6)
+        store.ingest([Arrival(packed, bytes(32), 1, 10**18)])
+    aggregates = store.aggregates(0)
+    assert [(run, total.bucket, total.steps) for run, total in aggregates.buckets] == [("named", 0, 3), ("named", 1, 3)]
+    assert aggregates.reduced_bytes == [("named", 0, 3 * (1000 + 2000))]

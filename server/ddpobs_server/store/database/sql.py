@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -111,6 +111,7 @@ def distinct(rows: Iterable[_Row], key: Callable[[_Row], Hashable]) -> Iterator[
         remaining = repeated
 
 
+@lru_cache(256)
 def float_sum(column: Any) -> Any:
     """A sum in floating point, which absurd values cannot overflow: SQLite raises if a sum of integers overflows."""
     return func.sum(cast(column, Double))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -60,16 +60,28 @@ def histograms(connection: Connection, sources: SelectedSources) -> dict[str, li
     return counts
 
 
-def last_seen(connection: Connection, sources: SelectedSources) -> list[tuple[str, int, int, int, int]]:
-    """(run, rank, last step, its arrival, records dropped) of each rank; step and arrival are 0 without a step."""
+def last_seen(
+    connection: Connection, sources: SelectedSources
+) -> tuple[list[tuple[str, int, int, int, int]], dict[str, int]]:
+    """Progress of each rank, and the lowest rank of each run that sent a hello.
+
+    Returns:
+        (run, rank, last step, its arrival, records dropped), step and arrival 0 without a step; and ranks by run.
+    """
     keys = (sources.c.run_id, sources.c.rank)
+    has_hello = func.max(case((_s.hello.is_not(None), 1), else_=0))
     query = (
-        select(*keys, func.max(_s.last_step), func.max(_s.last_step_seen_ns), float_sum(_s.dropped))
+        select(*keys, func.max(_s.last_step), func.max(_s.last_step_seen_ns), float_sum(_s.dropped), has_hello)
         .join(*sources.joined(schema.sources))
         .group_by(*keys)
+        .order_by(*keys)
     )
-    rows = connection.execute(query)
-    return [(run, rank, step, seen_ns, int(dropped)) for run, rank, step, seen_ns, dropped in rows]
+    seen, lowest = [], dict[str, int]()
+    for run, rank, step, seen_ns, dropped, greets in connection.execute(query).all():
+        seen.append((run, rank, step, seen_ns, int(dropped)))
+        if greets:
+            lowest.setdefault(run, rank)
+    return seen, lowest
 
 
 class _RunFacts(msgspec.Struct):
@@ -80,24 +92,21 @@ class _RunFacts(msgspec.Struct):
     versions: dict[str, str]
 
 
-def facts(connection: Connection, sources: SelectedSources) -> dict[str, tuple[str, str, str]]:
-    """Backend, device and version of torch of the lowest rank that sent a hello, by run."""
-    numbered = (
-        select(_s.run_id, _s.source, _number(_s.run_id, order_by=sources.c.rank))
-        .select_from(sources.cte)
+def facts(
+    connection: Connection, sources: SelectedSources, ranks: Mapping[str, int]
+) -> dict[str, tuple[str, str, str]]:
+    """Backend, device and version of torch by run, from the hello of the run's rank in `ranks`."""
+    query = (
+        select(sources.c.run_id, sources.c.rank, _s.hello)
         .join(*sources.joined(schema.sources))
-        .where(_s.hello.is_not(None))
-        .subquery()
-    )
-    n = numbered.c
-    query = select(_s.run_id, _s.hello).join(
-        numbered, (n.run_id == _s.run_id) & (n.source == _s.source) & (n.number == 1)
+        .where(sources.c.rank.in_(set(ranks.values())), _s.hello.is_not(None))
     )
     decode = msgspec.json.Decoder(_RunFacts).decode
     by_run = {}
-    for run, hello in connection.execute(query.execution_options(yield_per=64)):
-        record = decode(hello)
-        by_run[run] = (record.backend, record.device, record.versions.get("torch", ""))
+    for run, rank, hello in connection.execute(query.execution_options(yield_per=64)):
+        if ranks.get(run) == rank:
+            record = decode(hello)
+            by_run[run] = (record.backend, record.device, record.versions.get("torch", ""))
     return by_run
 
 
@@ -152,10 +161,6 @@ def event_number() -> Any:
     c = schema.events.c
     first = (c.seq, c.position)
     return func.row_number().over(partition_by=(c.run_id, c.source, c.kind), order_by=first).label("number")
-
-
-def _number(*columns: Any, order_by: Any) -> Any:
-    return func.row_number().over(partition_by=columns, order_by=order_by).label("number")
 
 
 def _sums(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, case, false, func, or_, select, true
 
@@ -42,26 +44,11 @@ def where(
     If `only` names the only run, a cluster reads a single node.
     """
     p = select(schema.runs).where(*conditions).order_by(_r.created_ns.desc(), _r.run_id).limit(limit).subquery().c
-    stepped = _s.last_step_seen_ns > 0
-    # A source without a step counts from its first arrival.
-    active_ns = case((stepped, _s.last_step_seen_ns), else_=_s.first_seen_ns)
     plain = (p.run_id, p.attempt, p.tags, p.note, p.created_ns, p.last_seen_ns, p.commits)
-    is_running = _s.ended == ""
+    goes_on = (_s.stuck_ns == 0) & (_s.ended == "") & (_s.last_seen_ns >= p.last_seen_ns - PULSE_SILENCE_NS)
+    columns: list[Any] = [*plain, *_sums(), endings.count_where(goes_on)]
     query = (
-        select(
-            *plain,
-            func.coalesce(func.max(_s.world_size), 0),
-            func.count(_s.source),
-            func.coalesce(func.max(case((stepped, _s.last_step + 1), else_=0)), 0),
-            func.coalesce(float_sum(_s.emitted), 0),
-            func.coalesce(float_sum(_s.dropped), 0),
-            func.coalesce(func.max(active_ns), 0),
-            *endings.counts(),
-            endings.count_where((_s.stuck_ns > 0) & is_running),
-            endings.count_where(
-                (_s.stuck_ns == 0) & is_running & (_s.last_seen_ns >= p.last_seen_ns - PULSE_SILENCE_NS)
-            ),
-        )
+        select(*columns)
         .outerjoin(schema.sources, (_s.run_id == (only or p.run_id)) & (_s.attempt == p.attempt))
         .group_by(*plain)
         .order_by(p.created_ns.desc(), p.run_id)
@@ -70,6 +57,24 @@ def where(
         replace(Run(*row[:2], *map(int, row[4:])), tags=decoded_tags(row.tags), note=row.note)
         for row in connection.execute(query)
     ]
+
+
+@cache
+def _sums() -> tuple[Any, ...]:
+    """Sums over a run's sources, in the order of `Run`."""
+    stepped = _s.last_step_seen_ns > 0
+    # A source without a step counts from its first arrival.
+    active_ns = case((stepped, _s.last_step_seen_ns), else_=_s.first_seen_ns)
+    return (
+        func.coalesce(func.max(_s.world_size), 0),
+        func.count(_s.source),
+        func.coalesce(func.max(case((stepped, _s.last_step + 1), else_=0)), 0),
+        func.coalesce(float_sum(_s.emitted), 0),
+        func.coalesce(float_sum(_s.dropped), 0),
+        func.coalesce(func.max(active_ns), 0),
+        *endings.counts(),
+        endings.count_where((_s.stuck_ns > 0) & (_s.ended == "")),
+    )
 
 
 def runs(

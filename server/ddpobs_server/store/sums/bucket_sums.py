@@ -9,13 +9,13 @@ read.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Connection, Dialect, select, text
+from sqlalchemy import Connection, Dialect, select, text, tuple_
 
 from ddpobs import wire
 from ddpobs_server.store import schema
@@ -35,6 +35,8 @@ Key = tuple[str, str, int, int]
 _KEY = ("run_id", "source", "module", "revision")
 _GROUP_ROWS = 64
 """Rows that a statement looks up, and that are unpacked together: each may hold many buckets."""
+_LAYOUTS = 1000
+"""Layouts of which a statement reads the sums."""
 
 
 def build_table(bucket: wire.Ints, sums: Any) -> Table:
@@ -95,17 +97,12 @@ def read_named(
     Returns:
         (run, sums) over all ranks by module, revision and bucket; and (run, rank, bytes of buckets reduced).
     """
-    c, named = schema.bucket_sums.c, schema.layouts.c
-    sent = select(named.run_id, named.module, named.revision).select_from(sources.cte)
-    layouts = sent.join(*sources.joined(schema.layouts)).distinct().subquery().c
-    same_layout = (layouts.run_id == c.run_id) & (layouts.module == c.module) & (layouts.revision == c.revision)
-    query = select(sources.c.run_id, sources.c.rank, c.module, c.revision, c.sums)
-    query = query.join(*sources.joined(schema.bucket_sums))
-    query = query.join(layouts.run_id.table, same_layout)
     totals: dict[tuple[str, int, int], Table] = {}
     reduced: dict[tuple[str, int], float] = {}
-    for group in connection.execute(query.execution_options(yield_per=_GROUP_ROWS)).partitions():
-        for key, ranks, all_tables in _by_buckets(row for row in group if tuple(row[0:1] + row[2:4]) in size_of):
+    for group in _of_layouts(connection, sources, sorted({key[1:] for key in size_of})):
+        for key, ranks, all_tables in _by_buckets(group):
+            if key not in size_of:  # A layout of another run has its module and revision.
+                continue
             sizes = size_of[key]
             tables = all_tables[:, :, all_tables[0, 0] < len(sizes)]
             _add_to(totals, key, tables)
@@ -113,6 +110,18 @@ def read_named(
             for rank, reduced_bytes in zip(ranks, size_bytes.tolist(), strict=True):
                 reduced[key[0], rank] = reduced.get((key[0], rank), 0.0) + reduced_bytes
     return _by_bucket(totals), [(run, rank, int(size_bytes)) for (run, rank), size_bytes in reduced.items()]
+
+
+def _of_layouts(
+    connection: Connection, sources: SelectedSources, layouts: Sequence[tuple[int, int]]
+) -> Iterator[Sequence[Any]]:
+    """Groups of rows with the module and the revision of one of the layouts. All runs mostly have the same few."""
+    c = schema.bucket_sums.c
+    query = select(sources.c.run_id, sources.c.rank, c.module, c.revision, c.sums)
+    query = query.join(*sources.joined(schema.bucket_sums)).execution_options(yield_per=_GROUP_ROWS)
+    for first in range(0, len(layouts), _LAYOUTS):
+        named = tuple_(c.module, c.revision).in_(layouts[first : first + _LAYOUTS])
+        yield from connection.execute(query.where(named)).partitions()
 
 
 def read(connection: Connection, sources: SelectedSources, limit: int) -> tuple[list[tuple[str, BucketRollup]], bool]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import add
 
 from sqlalchemy import Connection, case, select
 
@@ -119,19 +120,18 @@ def _window_sums(
         .join(*sources.joined(schema.rollups))
         .where(c.step_window >= begin)
         .group_by(run, sources.c.rank)
+        .order_by(run, sources.c.rank)
     )
     ends = {name: end for name, (_, end) in windows.items() if end is not None}
     if ends:
         query = query.where(c.step_window < case(ends, value=run, else_=2**62))
     result: dict[str, Sums] = {}
-    for name, rank, *row in connection.execute(query):
+    for name, rank, *row in connection.execute(query).all():
         result.setdefault(name, {})[rank] = tuple(map(int, row))
     return result
 
 
 def _add(some: Sums, more: Sums) -> Sums:
     zeros = (0,) * len(NAMES)
-    return {
-        rank: tuple(a + b for a, b in zip(some.get(rank, zeros), more.get(rank, zeros), strict=True))
-        for rank in some.keys() | more.keys()
-    }
+    ranks = sorted(some.keys() | more.keys())
+    return {rank: tuple(map(add, some.get(rank, zeros), more.get(rank, zeros))) for rank in ranks}
