@@ -69,6 +69,8 @@ def test_the_card_of_a_finding_has_its_parts_in_the_order_of_all_views(browser: 
     expect(visit.page.locator(".finding.chosen")).to_have_count(1)
     expect(visit.page).to_have_url(re.compile("finding=straggler-1"))
     visit.page.wait_for_function("() => document.getElementById('selection').getBoundingClientRect().y < 100")
+    bottom = "document.getElementById('selection').getBoundingClientRect().bottom"
+    assert visit.page.evaluate(f"document.querySelector('#figure-phases h2').getBoundingClientRect().y - {bottom}") > 0
     finding = {part: f"the {part}" for part in reversed(LABELS)} | {"gain": {"text": "31 %"}, "when": ""}
     lines = "async (finding) => (await import('/static/finding_parts.js')).findingLines(finding)"
     assert visit.page.evaluate(lines, finding) == [list(line) for line in finding_lines(finding)]

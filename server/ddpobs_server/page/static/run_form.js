@@ -31,7 +31,7 @@ export function fillForm(choose) {
   }
   byId("order").value = selection.order ?? "cost";
   byId("clear").hidden = isEmpty(selection);
-  byId("clear").textContent = isLive() ? "Follow the run" : "Clear the selection";
+  byId("clear").textContent = isLive() ? "Follow the run" : "Clear";
   byId("report").href = `${root}/api/v1${address("report.html")}`;
   showBucket(state.layouts, selection.bucket);
   fillRanks((rank) => choose({ rank: String(rank) }));
