@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ddpobs.whatif.buckets import fill
-from ddpobs.whatif.link import Floats, Ints, Link, fit_link
+from ddpobs.whatif.link import Bools, Floats, Ints, Link, fit_link
 from ddpobs.whatif.model import Change, Fitted, Typical
 from ddpobs.whatif.repair import slowdown
 from ddpobs.whatif.replay import Replayed, replay, without_slowdown
@@ -91,6 +91,7 @@ def fit(observed: Observed) -> Fitted | str:
     return Fitted(
         typical=typical,
         variants=(*without, *otherwise),
+        of_larger=_typical(observed, rows, fitted=_larger(observed.bucket_bytes)),
         step_ns=float(np.median(observed.step_ns)),
         slowdown=None if observed.own_ns is None else slowdown(observed.step_ns, observed.own_ns),
         noise_ns=float(np.sqrt(np.mean(np.square(np.subtract(left_out_ns, others_ns))))),
@@ -127,10 +128,16 @@ def buckets_of(typical: Typical, change: Change) -> tuple[Floats, Floats]:
     return fill(typical.arrival_ns, typical.sizes, change.caps_mb)
 
 
-def _typical(observed: Observed, rows: Ints, quantile: float = _QUANTILE) -> Typical:
+def _larger(bucket_bytes: Floats) -> Bools:
+    """Return which buckets are larger than the smallest ones, or all if there are none."""
+    larger: Bools = bucket_bytes > bucket_bytes.min()
+    return larger if larger.any() else ~larger
+
+
+def _typical(observed: Observed, rows: Ints, quantile: float = _QUANTILE, fitted: Bools | None = None) -> Typical:
     ready_ns = np.median(observed.ready_ns[rows], axis=0)
     ready_ns -= ready_ns.min()
-    link = _link(observed, rows, quantile)
+    link = _link(observed, rows, quantile, fitted)
     arrival_ns, sizes, bucket = _parameters(observed, ready_ns)
     measured = Typical(arrival_ns, sizes, bucket, link, 0.0, 0.0)
     timeline = now(measured)
@@ -139,10 +146,18 @@ def _typical(observed: Observed, rows: Ints, quantile: float = _QUANTILE) -> Typ
     return replace(free, base_ns=float(np.median(observed.step_ns[rows])) - now(free).end_ns)
 
 
-def _link(observed: Observed, rows: Ints, quantile: float) -> Link:
-    """Fit the link to the typical step's sum: transfers that overlap share their time in any proportion."""
+def _link(observed: Observed, rows: Ints, quantile: float, fitted: Bools | None) -> Link:
+    """Fit the link to the typical step's sum: transfers that overlap share their time in any proportion.
+
+    Args:
+        observed: What was measured.
+        rows: The steps.
+        quantile: Of each bucket's times.
+        fitted: Buckets that separate latency and bandwidth, shape [buckets]; None for all.
+    """
     moving_ns = observed.moving_ns[rows]
-    link = fit_link(observed.bucket_bytes, np.quantile(moving_ns, quantile, axis=0))
+    chosen = slice(None) if fitted is None else fitted
+    link = fit_link(observed.bucket_bytes[chosen], np.quantile(moving_ns, quantile, axis=0)[chosen])
     fitted_ns = float(link.time_ns(observed.bucket_bytes).sum())
     return link.scaled(float(np.median(moving_ns.sum(axis=1))) / max(1.0, fitted_ns))
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 SMALL_BYTES = 65_536
 """Messages below it are a matter of latency: at 1 Gbit/s they move in half a millisecond."""

@@ -51,6 +51,7 @@ class Fitted:
     Attributes:
         typical: Fitted to all steps.
         variants: Fitted to all but one block of steps, for each block, and to faster and slower transfers.
+        of_larger: Its link is fitted without the smallest buckets. A latency that they alone show is not sure.
         step_ns: Median step.
         slowdown: What slow ranks cost; None if the ranks' own times are not known.
         noise_ns: Error of the mean of all blocks' steps as a prediction of the left-out block's.
@@ -70,6 +71,7 @@ class Fitted:
 
     typical: Typical
     variants: tuple[Typical, ...]
+    of_larger: Typical
     step_ns: float
     slowdown: Slowdown | None
     noise_ns: float

@@ -23,6 +23,8 @@ _UNKNOWN_CONTENTION = 0.1
 """Share of computation lost beside communication that an interval counts where it was not measured: an assumption."""
 _MAX_WAIT_SHARE = 0.5
 """Maximum wait of an advised bucket for its last gradient, as a share of backward: a late gradient holds up so much."""
+_MAX_SPREAD = 2.0
+"""Maximum ratio of an interval's ends that still is a prediction for other ranks."""
 _COVERAGE = 1.645
 """Standard deviations that hold nine in ten values."""
 LAUNCH_NOISE = 0.02
@@ -43,7 +45,12 @@ def predict(fitted: Fitted, change: Change) -> Prediction | str:
     after, timeline, sizes = _after(fitted, fitted.typical, change)
     before, before_timeline, _ = _after(fitted, fitted.typical, Change())
     now_ns = fitted.step_ns / fitted.batches
-    ratios = [_ratio(fitted, typical, change) for typical in _variants(fitted)]
+    ratios = [_ratio(fitted, typical, change) for typical in _variants(fitted, change)]
+    if change.world_size is not None and max(ratios) > _MAX_SPREAD * min(ratios):
+        return (
+            f"the latency of a transfer is not known well enough for {change.world_size} ranks: {min(ratios):.1f} to "
+            f"{max(ratios):.1f} times the present step; smaller buckets, as bucket_cap_mb=0.5, show it"
+        )
     step_ns = now_ns * after / before
     changed = abs(timeline.exposed_ns - before_timeline.exposed_ns) / max(1.0, before_timeline.exposed_ns)
     error_ns = float(np.hypot(_COVERAGE * fitted.noise_ns, fitted.replay_error_ns * min(1.0, changed))) / fitted.batches
@@ -92,12 +99,13 @@ def best_caps(fitted: Fitted, change: Change | None = None) -> tuple[Change, Pre
     return min(known, key=lambda one: one[1].step_ns)
 
 
-def _variants(fitted: Fitted) -> list[Typical]:
-    """Return the other fits, and the fit with other slowdowns."""
+def _variants(fitted: Fitted, change: Change) -> list[Typical]:
+    """Return the other fits, and the fit with other slowdowns. Other ranks multiply the latency, and its error."""
     typical = fitted.typical
+    others = [*fitted.variants, fitted.of_larger] if change.world_size is not None else [*fitted.variants]
     if fitted.slowdown_is_known:
-        return [*fitted.variants, *(typical.with_contention_of(factor) for factor in _CONTENTION_RANGE)]
-    return [*fitted.variants, replace(typical, contention_ns=_UNKNOWN_CONTENTION * typical.link.beta_ns)]
+        return [*others, *(typical.with_contention_of(factor) for factor in _CONTENTION_RANGE)]
+    return [*others, replace(typical, contention_ns=_UNKNOWN_CONTENTION * typical.link.beta_ns)]
 
 
 def _ratio(fitted: Fitted, typical: Typical, change: Change) -> float:

@@ -88,6 +88,21 @@ def test_more_ranks_take_the_latency_and_the_bytes_of_their_ring() -> None:
     assert answer.step_ns == pytest.approx(larger.step_ns(2.5), rel=0.02)
 
 
+def test_many_ranks_are_predicted_from_small_buckets_of_several_sizes() -> None:
+    larger = World(link=Link(255 * PLAIN.link.alpha_ns, PLAIN.link.beta_ns * 255 / 128, is_separated=True))
+    answer = prediction(PLAIN.observed(0.5, 1.0, 2.5), Change(world_size=256))
+    assert answer.step_ns == pytest.approx(larger.step_ns(0.5, 1.0, 2.5), rel=0.03)
+
+
+def test_a_latency_that_one_bucket_alone_shows_is_not_multiplied_by_many_ranks() -> None:
+    observed = PLAIN.observed(1.0, 6.0)
+    moving_ns = observed.moving_ns.copy()
+    moving_ns[:, int(observed.bucket_bytes.argmin())] += 50 * MS  # It shared its time with another transfer.
+    result = predict(fitted(replace(observed, moving_ns=moving_ns)), Change(world_size=256))
+    assert isinstance(result, str)
+    assert "smaller buckets, as bucket_cap_mb=0.5, show it" in result
+
+
 def test_batches_that_are_not_reduced_wait_for_no_communication() -> None:
     answer = prediction(PLAIN.observed(2.5), Change(batches=4))
     alone_ns = (PLAIN.base_ms + PLAIN.backward_ms) * MS
