@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from alembic import command
+from ddpobs_server.store import Store
 from ddpobs_server.store.database import migration
 from sqlalchemy import create_engine
 
@@ -113,8 +114,9 @@ class Faults:
                 self._collector.launch()
                 time.sleep(self._random.uniform(0.5, 3.0))
                 self._collector.end(kill=True)
+            migrate(self._collector.database_url)
+            self._limit()  # The earlier revision has no table for them. Without them, clients would exceed them.
             self._collector.start()
-            self._limit()  # The earlier revision has no table for them.
 
     def _fill_disk(self, seconds: float) -> None:
         with self._outage():
@@ -195,6 +197,13 @@ class Faults:
     def _files(self) -> list[Path]:
         """The database's file, its log and the log's index."""
         return [path for suffix in ("", "-wal", "-shm") if (path := Path(f"{self._file}{suffix}")).exists()]
+
+
+def migrate(url: str) -> None:
+    """Upgrade a database's schema."""
+    store = Store(url)
+    store.migrate()
+    store.close()
 
 
 def downgrade(url: str, revision: str) -> None:
