@@ -39,11 +39,13 @@ def environ(folder: Path) -> dict[str, str]:
     return spooling(_RUN, folder)
 
 
-def predict(folder: Path) -> dict[str, list[list[float]]]:
+def predict(folder: Path) -> dict[str, list[list[float | None]]]:
     """Return seconds of a batch and the ends of its interval, by line, shape [RANKS, 3].
 
+    A prediction that the run does not allow is None.
+
     Raises:
-        RuntimeError: The run does not show it.
+        RuntimeError: The run allows none.
     """
     with running_collector(folder) as url:
         push(folder / "spool", url)
@@ -53,17 +55,22 @@ def predict(folder: Path) -> dict[str, list[list[float]]]:
         }
 
 
-def _predicted(url: str, change: dict[str, Any]) -> list[float]:
+def _predicted(url: str, change: dict[str, Any]) -> list[float | None]:
     document = asked(url, _RUN, change)
-    answer = document["answers"][0] if document["answers"] else {"prediction": None, "refused": document["missing"]}
+    if not document["answers"]:
+        raise RuntimeError(f"no predictions: {document['missing']}")
+    answer = document["answers"][0]
     if answer["prediction"] is None:
-        raise RuntimeError(f"no prediction of {change}: {answer['refused']}")
+        return [None] * 3
     return [round(answer["prediction"][name] / 1e9, 6) for name in ("step_ns", "low_ns", "high_ns")]
 
 
 def together(launches: Launches, line: str) -> npt.NDArray[np.float64]:
-    """Return the median of the launches' predictions, and the ends of all their intervals, shape [RANKS, 3]."""
-    each = np.array([launch["predicted"][line] for launch in launches])
+    """Return the median of the launches' predictions, and the ends of all their intervals, shape [RANKS, 3].
+
+    All are NaN where a launch allowed no prediction.
+    """
+    each = np.array([launch["predicted"][line] for launch in launches], np.float64)
     return np.stack([np.median(each[..., 0], axis=0), each[..., 1].min(axis=0), each[..., 2].max(axis=0)], axis=1)
 
 
@@ -77,9 +84,13 @@ def predictions(results: dict[str, Any]) -> str:
             title = _LAST if line == "every 1" else f"{_LAST}, {line}"
             measured = f"{_median_s(found, title) / alone_s:.2f}" if title in found else ""
             lines = together(found[_BASE], line) / alone_s
-            cells = ["{:.2f} ({:.2f} to {:.2f})".format(*lines[RANKS.index(ranks)]) for ranks in shown]
+            cells = [_cell(lines[RANKS.index(ranks)]) for ranks in shown]
             rows.append([place(setting), line, measured, *cells])
     return rows_of(["model, link", "reduced", "4 ranks, measured", *(f"{ranks}, predicted" for ranks in shown)], rows)
+
+
+def _cell(prediction: npt.NDArray[np.float64]) -> str:
+    return "not known" if np.isnan(prediction).any() else "{:.2f} ({:.2f} to {:.2f})".format(*prediction)
 
 
 def _median_s(found: dict[str, Launches], title: str) -> float:
