@@ -89,3 +89,13 @@ def test_a_benchmark_refuses_a_database_with_runs(fresh: databases.Fresh, tmp_pa
     store.close()
     with pytest.raises(capacity.CapacityError, match="has runs"):
         capacity.measure(loads.flood(1, 1), url)
+
+
+def test_a_postgresql_database_that_is_not_in_utf_8_is_named_with_the_remedy() -> None:
+    with databases.postgresql_server() as server:
+        url = databases.new_database(server, "ENCODING 'SQL_ASCII' TEMPLATE template0 LC_COLLATE 'C' LC_CTYPE 'C'")
+        for command in (["check"], ["token", "create", "x"]):
+            done = CliRunner().invoke(commands.cli, [*command, "--database-url", url])
+            assert done.exit_code == 1
+            assert "the database has the encoding SQL_ASCII, and UTF8 is needed" in done.output
+            assert "Traceback" not in done.output

@@ -26,6 +26,8 @@ _SETTINGS = ("synchronous=FULL", "foreign_keys=ON", "cache_size=-8192", "journal
 def engine(url: str, *, write_ahead: bool = True, prepare_threshold: int | None = 5) -> Engine:
     """SQLAlchemy engine for SQLite or PostgreSQL; its connections raise `UnavailableError` for errors that may pass.
 
+    They raise `UnusableError` for a PostgreSQL database that is not in UTF-8.
+
     Args:
         url: SQLAlchemy URL.
         prepare_threshold: Executions after which PostgreSQL prepares a statement; None for never.
@@ -40,7 +42,18 @@ def engine(url: str, *, write_ahead: bool = True, prepare_threshold: int | None 
     event.listen(result, "handle_error", database_errors.translate, retval=True)
     if sqlite:
         event.listen(result, "connect", _configure_durable if write_ahead else _configure)
+    else:
+        event.listen(result, "connect", _check_encoding, insert=True)  # SQLAlchemy's own first query needs text.
     return result
+
+
+def _check_encoding(connection: Any, _record: object) -> None:
+    encoding = connection.info.parameter_status("server_encoding")
+    if encoding != "UTF8":
+        raise database_errors.UnusableError(
+            f"the database has the encoding {encoding}, and UTF8 is needed: create it with "
+            "`CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0`"
+        )
 
 
 def _configure_durable(connection: Any, record: object) -> None:
