@@ -12,7 +12,6 @@ _MIN_MULTIPLE = 0.5
 """Minimum change that is named as a multiple: `2.2×`, not `122 %`."""
 _MAX_PRECISE = 0.1
 """Maximum change that is given with a decimal."""
-_UNDECIDED = ", not decided"
 _KINDS = {"compute": "computation of ", "comm": "communication of "}
 _FACTS = {
     "world_size": "ranks",
@@ -40,19 +39,29 @@ def change_words(change: Change) -> str:
     ratio, low, high = (change.ratio(ns) for ns in (change.b_ns - change.a_ns, change.low_ns, change.high_ns))
     if ratio is None or low is None or high is None:
         return change.verdict if change.verdict in ("slower", "faster") else ""
-    visible = change.ratio(change.smallest_ns) or 0.0
-    if change.verdict == "same" and visible < _MIN_MULTIPLE:
-        return f"no difference seen, and one of {_size(visible)} would have been"
-    if change.verdict in ("same", "too-few"):
-        steps = "long steps" if change.kind == "long" else "steps"
-        if not change.b_ns:
-            return f"not decided: too few {steps}"
-        reason = "the interval spans 1×" if low <= 0 <= high and change.smallest_ns else f"too few {steps}"
-        return f"{_multiple(ratio, low, high)}{_UNDECIDED}: {reason}"
+    if undecided := _undecided(change):
+        multiple, reason = undecided
+        return f"{multiple}, not decided: {reason}" if multiple else f"not decided: {reason}"
+    if change.verdict == "same":
+        return f"no difference seen, and one of {_size(change.ratio(change.smallest_ns) or 0.0)} would have been"
     if change.verdict == "slower" and ratio >= _MIN_MULTIPLE:
         return f"slower by {_multiple(ratio, low, high)}"
     low, high = sorted((abs(low), abs(high)))
     return f"{change.verdict} by {_size(ratio)} ({_size(low).removesuffix(' %')} to {_size(high)})"
+
+
+def _undecided(change: Change) -> tuple[str, str] | None:
+    """The change as a multiple, empty if a run has no such time, and why it is not decided; None if it is decided."""
+    ratio, low, high = (change.ratio(ns) for ns in (change.b_ns - change.a_ns, change.low_ns, change.high_ns))
+    if ratio is None or low is None or high is None or change.verdict not in ("same", "too-few"):
+        return None
+    if change.verdict == "same" and (change.ratio(change.smallest_ns) or 0.0) < _MIN_MULTIPLE:
+        return None
+    too_few = f"too few {'long ' if change.kind == 'long' else ''}steps"
+    if not change.b_ns:
+        return "", too_few
+    spans = low <= 0 <= high and change.smallest_ns
+    return _multiple(ratio, low, high), "the interval spans 1×" if spans else too_few
 
 
 def headline(b: str, result: Comparison) -> str:
@@ -62,8 +71,8 @@ def headline(b: str, result: Comparison) -> str:
     if step.verdict == "too-few":
         seen = f"{times}, but " if step.a_ns and step.b_ns else ""
         return f"Not decided: {seen}{result.too_few}"
-    if _UNDECIDED in words:
-        return f"Not decided: {times}, {words.replace(_UNDECIDED, '')}"
+    if undecided := _undecided(step):
+        return f"Not decided: {times}, {': '.join(filter(None, undecided))}"
     return f"{words[0].upper()}{words[1:]}: {times}" if step.verdict == "same" else f"{b} is {words}: {times}"
 
 
