@@ -291,20 +291,23 @@ def _many_runs() -> str:
     if not files("many-runs"):
         return NOT_MEASURED
     found = newest("many-runs")
+    columns = {"processor time, ms": ("{}, processor ms", ",.0f")}
+    if not any(name.endswith(", processor ms") for name in found):  # An older result.
+        columns = {}
+    columns["latency of a neighbour, of that alone"] = ("neighbour during {}, ratio", ".2f")
     rows = []
     for name, value in found.items():
         title, _, unit = name.rpartition(", ")
         if unit in ("ms", "s") and title != "neighbour alone":
-            others = {f"{title}, processor ms": ",.0f", f"neighbour during {title}, ratio": ".2f"}
-            cells = [format(found[other], text) if other in found else "" for other, text in others.items()]
+            others = [(name.format(title), text) for name, text in columns.values()]
+            cells = [format(found[other], text) if other in found else "" for other, text in others]
             rows.append([title, f"{value:,.0f} {unit}", *cells])
     background = found["neighbour during background work, ratio"]
     rows += [
-        ["all background work", "", "", f"{background:.2f}"],
-        ["memory, peak", f"{found['memory, peak MB']:,.0f} MB", "", ""],
+        ["all background work", *[""] * len(columns), f"{background:.2f}"],
+        ["memory, peak", f"{found['memory, peak MB']:,.0f} MB", *[""] * len(columns)],
     ]
-    head = [f"{found['runs']:,} runs", "", "processor time, ms", "latency of a neighbour, of that alone"]
-    return rows_of(head, rows)
+    return rows_of([f"{found['runs']:,} runs", "", *columns], rows)
 
 
 def _extremes() -> str:

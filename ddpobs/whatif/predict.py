@@ -37,8 +37,9 @@ def predict(fitted: Fitted, change: Change) -> Prediction | str:
 
     The prediction is the measured step times the ratio of two replays: with the change, and of the run as it is. The
     interval is the envelope of the same prediction from all steps but one block, from faster and slower transfers, and
-    from more or less contention. It is widened by the noise of the blocks' own steps, and by the replay's error on the
-    run as it is, in proportion to the communication that changes.
+    from more or less contention. For other ranks it also has a link fitted without the smallest buckets. It is widened
+    by the noise of the blocks' own steps, and by the replay's error on the run as it is, in proportion to the
+    communication that changes.
     """
     if reason := refusal(fitted, change):
         return reason
