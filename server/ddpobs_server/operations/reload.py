@@ -35,7 +35,10 @@ RELOADED = frozenset(
         *("keep_spans_days", "keep_runs_days", "keep_gb", "keep_share"),
     )
 )
-"""Settings that a running collector follows after a reload: whoever uses one reads it at that moment."""
+"""Settings that a running collector follows after a reload: whoever uses one reads it at that moment.
+
+`host` and `trusted_proxies` stay, as `Settings` keeps what follows from them.
+"""
 _TLS = frozenset(("tls_cert", "tls_key"))
 
 
