@@ -17,6 +17,8 @@ _FULL = 0.9
 
 _AT_WORK_NS = 1_000_000_000
 """Time without progress, below which a rank's pulse tells what its training takes."""
+_MIN_OF_STEPS = 0.5
+"""Minimum processor time in a pulse, as a part of what the training thread takes in the steps, to be of such steps."""
 
 
 @dataclass(frozen=True)
@@ -32,20 +34,23 @@ class ShortageCause:
     remedy: str
 
 
-def shortage_cause(evidence: Evidence, ranks: Sequence[int], throttled_share: float) -> ShortageCause:
+def shortage_cause(
+    evidence: Evidence, ranks: Sequence[int], throttled_share: float, running_share: float
+) -> ShortageCause:
     """Return why these ranks wait for a processor.
 
     Args:
         evidence: The run.
         ranks: Ranks of one host, or all.
         throttled_share: Share of their waits in which a quota held them up.
+        running_share: Share of these steps in which their training threads ran, as the mean of the ranks.
     """
     machines = {rank: machine for rank in ranks if (machine := _machine(evidence, rank)) is not None}
     return (
         _quota(machines, throttled_share)
         or _allowed(evidence, ranks, machines)
         or _threads(evidence, ranks)
-        or _others([machine for rank, machine in machines.items() if evidence.pulses[rank].idle_ns < _AT_WORK_NS])
+        or _others(_at_work(evidence, machines, running_share))
         or ShortageCause(
             "not-known",
             "not known: no quota, no allowed set and no number of threads explains it",
@@ -110,13 +115,23 @@ def _threads(evidence: Evidence, ranks: Sequence[int]) -> ShortageCause | None:
     )
 
 
+def _at_work(evidence: Evidence, machines: dict[int, wire.Machine], running_share: float) -> list[wire.Machine]:
+    """Return what ranks saw of their machine while they trained: a rank that stands still takes no processor."""
+    least = max(1.0, 1000 * _MIN_OF_STEPS * running_share)
+    return [
+        machine
+        for rank, machine in machines.items()
+        if evidence.pulses[rank].idle_ns < _AT_WORK_NS and machine.process_permille >= least
+    ]
+
+
 def _others(machines: list[wire.Machine]) -> ShortageCause | None:
     """Name other programs if no processor is free, and the ranks' processes take less than half of the time in use.
 
     Args:
-        machines: As ranks saw them that trained meanwhile; a rank that stands still takes no processor.
+        machines: As ranks saw them that trained meanwhile.
     """
-    known = [m for m in machines if min(m.busy_permille, m.process_permille, m.host_processors) > 0]
+    known = [machine for machine in machines if min(machine.busy_permille, machine.host_processors) > 0]
     if not known:
         return None
     host = known[0]

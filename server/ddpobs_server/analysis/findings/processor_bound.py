@@ -120,7 +120,8 @@ def _finding(evidence: Evidence, joined: JoinedSteps, index: wire.Ints, rows: tu
     time_ns = max(1.0, float(weights @ part.window_ns))
     shares, mean_delay_ns = weights @ delay_ns / time_ns, float((weights @ delay_ns).mean() / weights.sum())
     throttled_share = min(1.0, float(throttled_ns.sum() / max(1.0, delay_ns.sum())))
-    cause = shortage_cause(evidence, ranks, throttled_share)
+    running_share = float((weights @ running_ns).mean() / time_ns)
+    cause = shortage_cause(evidence, ranks, throttled_share, running_share)
     steps = (int(part.step[0]), int(part.step[-1]))
     goes_on = rows[1] == len(joined)
     since = steps[0] if goes_on and rows[0] > 0 else None
@@ -144,7 +145,7 @@ def _finding(evidence: Evidence, joined: JoinedSteps, index: wire.Ints, rows: tu
             delay_ns=round(mean_delay_ns),
             delay_share=round(float(shares.mean()), 4),
             share_by_rank={rank: round(float(share), 4) for rank, share in zip(ranks, shares, strict=True)},
-            running_share=round(float((weights @ running_ns).mean() / time_ns), 4),
+            running_share=round(running_share, 4),
             throttled_share=round(throttled_share, 4),
             processors={rank: sorted(allowed_processors(evidence, rank)) for rank in ranks},
             since_step=since,

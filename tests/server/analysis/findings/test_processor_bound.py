@@ -69,6 +69,7 @@ def test_ranks_that_share_one_processor_since_a_step_wait_together_and_none_is_s
         ({"pulses": pulses(), "hellos": dict.fromkeys(range(2), hello(8))}, "threads", "16 threads share 8 processors"),
         ({"pulses": pulses(busy_permille=990, process_permille=700)}, "others", "1.4 of 7.9 processors"),
         ({"pulses": pulses(idle_ns=10_000 * MS, busy_permille=990, process_permille=1)}, "not-known", "not known"),
+        ({"pulses": pulses(busy_permille=990, process_permille=30)}, "not-known", "not known"),
         ({"pulses": pulses(), "hellos": dict.fromkeys(range(2), hello(4))}, "not-known", "not known"),
         ({}, "not-known", "not known"),
     ],
