@@ -45,6 +45,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 "anchor": wire.Anchor(wall_ns=10**18 + 1, monotonic_ns=0),
             }
             put(running.url, batch("again", 0, rank, steps=steps(0, 3), **later))
+            for attempt in ({}, later):
+                put(running.url, batch("same", 0, rank, steps=steps(0, 7), events=[failed] * rank, **attempt))
         command: dict[str, wire.Scalar] = {"stage": "command", "exit_status": 2, "wall_ns": 1}
         command |= {"output": f"usage:\nno such option {EVIL}"}
         ended = wire.Event(kind="failed", at_ns=0, detail=command)
@@ -116,6 +118,14 @@ def test_the_page_switches_between_attempts(browser: Any, url: str) -> None:
     visit.page.get_by_role("link", name="attempt 2").click()
     visit.page.locator("#facts").get_by_text("3 steps · attempt 2 of 2").wait_for()
     expect(visit.page).to_have_url(f"{url}/runs/again")
+    assert visit.errors == []
+
+
+def test_a_restart_that_the_same_error_ended_gives_it_once(browser: Any, url: str) -> None:
+    visit = Visit(browser, f"{url}/runs/same")
+    restart = "This attempt is a restart: attempt 1 failed after 7 steps with the same error."
+    expect(visit.page.locator("#restarted")).to_have_text(restart)
+    visit.page.locator("#findings").get_by_text("the same error ended 2 attempts").wait_for()
     assert visit.errors == []
 
 

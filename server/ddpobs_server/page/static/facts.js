@@ -90,13 +90,14 @@ function reasonOf({ first_rank, reason }) {
   return (first_rank === null ? "" : `rank ${first_rank}: `) + reason;
 }
 
-// How the attempt before the shown one ended, and whether there is a later one.
-export function showRestart(attempts, shown) {
+// How the attempt before the shown one ended, and whether a later one exists. A crash by the same error has its text.
+export function showRestart(attempts, shown, findings) {
   const index = attempts.indexOf(shown);
   const before = attempts[index - 1];
   const lines = [];
   if (before) {
-    const reason = before.reason ? `; ${reasonOf(before)}` : "";
+    const isSame = findings.some(({ evidence }) => evidence.same_error > 1);
+    const reason = isSame ? " with the same error" : before.reason ? `; ${reasonOf(before)}` : "";
     const end = `attempt ${before.ordinal + 1} ${before.outcome} after ${counted(before.steps, "step")}${reason}`;
     lines.push(`This attempt is ${before.outcome === "finished" ? "another training" : "a restart"}: ${end}.`);
   }

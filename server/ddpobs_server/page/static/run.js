@@ -71,9 +71,9 @@ async function show() {
   ({ ranks: state.ranks } = await get(address("ranks")));
   showFacts(details, shownAttempt, attempts, state.ranks);
   byId("view").classList.toggle("no-steps", !hasSteps());
-  showRestart(attempts, shownAttempt);
   showLabels();
   state.diagnosis = await diagnosis;
+  showRestart(attempts, shownAttempt, state.diagnosis.findings);
   showDiagnosis();
   const isFirst = state.seen === null;
   const now = `${shownAttempt?.attempt} ${details.last_seen_ns} ${details.steps}`;
