@@ -285,6 +285,24 @@ def test_two_runs_of_the_list_are_compared(browser: Any, url: str) -> None:
         expect_width(visit, width)
 
 
+def test_an_interval_beyond_the_axis_has_an_arrow_there_and_the_head_states_the_axis(browser: Any, url: str) -> None:
+    visit = Visit(browser, f"{url}/compare")
+    script = """async () => {
+        const { showChanges } = await import("/static/changes.js");
+        const change = (low_ratio, change_ratio, high_ratio) => {
+          return { kind: "phase", name: "data", a_ns: 1, b_ns: 1, low_ratio, change_ratio, high_ratio, smallest_ratio: 0 };
+        };
+        const changes = [change(-0.9, 0.4, 1.7), change(-0.9, 0.4, 8), change(1, 5, 8)];
+        const table = document.getElementById("times");
+        showChanges(table, changes);
+        const counts = Array.from(table.querySelectorAll("svg"), (drawing) => {
+          return [drawing.querySelectorAll(".arrow").length, drawing.querySelectorAll("circle").length];
+        });
+        return [table.querySelector("th.interval-of").textContent, ...counts];
+    }"""
+    assert visit.page.evaluate(script) == ["Interval, −200 % to +200 %", [0, 1], [1, 1], [1, 0]]
+
+
 def test_the_fleet_page_sums_up_the_runs(browser: Any, tmp_path: Path) -> None:
     with collector(tmp_path) as running:
         for rank in range(2):

@@ -8,6 +8,7 @@ const HEIGHT = 22;
 const DOT = 3.5;
 const MIN_AXIS = 0.02;
 const MAX_AXIS = 2;
+const ARROW = 6;
 const OF_BUCKET = ["compute", "comm"];
 
 export function isOfBucket({ kind }) {
@@ -28,13 +29,14 @@ function range({ low_ratio, high_ratio }) {
   return low_ratio === null ? "–" : `${percent(low_ratio)} to ${percent(high_ratio)}`;
 }
 
-// The rows of a table, with one axis for all: the largest end of an interval.
-export function changeRows(changes) {
+// Fill a table with changes. All have one axis, up to the largest end of an interval; its title is in the table's head.
+export function showChanges(table, changes) {
   const ends = changes
     .filter(hasRatio)
     .flatMap(({ low_ratio, high_ratio }) => [Math.abs(low_ratio), Math.abs(high_ratio)]);
   const axis = Math.min(MAX_AXIS, Math.max(MIN_AXIS, ...ends));
-  return changes.map((change) => row(change, axis));
+  table.querySelector("th.interval-of").textContent = `Interval, −${size(axis)} to +${size(axis)}`;
+  table.tBodies[0].replaceChildren(...changes.map((change) => row(change, axis)));
 }
 
 function hasRatio({ change_ratio }) {
@@ -55,7 +57,7 @@ function row(change, axis) {
   );
 }
 
-// The interval of a change on an axis from -`most` to `most`.
+// The interval of a change on an axis from -`most` to `most`. An end beyond the axis is an arrow.
 function interval(change, most) {
   if (!hasRatio(change)) return element("span", { class: "muted" }, "–");
   const { change_ratio, low_ratio, high_ratio, smallest_ratio } = change;
@@ -70,6 +72,17 @@ function interval(change, most) {
     svg("rect", { class: "unseen", y: 2, height: HEIGHT - 4, ...band }),
     svg("line", { class: "zero", x1: x(0), x2: x(0), y1: 0, y2: HEIGHT }),
     svg("line", { class: `bar ${change.verdict}`, x1, x2, y1: middle, y2: middle }),
-    svg("circle", { cx: x(change_ratio), cy: middle, r: DOT }),
+    ...[low_ratio, high_ratio].filter((end) => Math.abs(end) > most).map((end) => arrow(change, Math.sign(end))),
+    ...(Math.abs(change_ratio) > most ? [] : [svg("circle", { cx: x(change_ratio), cy: middle, r: DOT })]),
   );
+}
+
+// An arrow at the left or the right end of the axis, by its sign.
+function arrow({ verdict }, sign) {
+  const [tip, middle] = [sign < 0 ? 0 : WIDTH, HEIGHT / 2];
+  const back = tip - sign * ARROW;
+  return svg("path", {
+    class: `arrow ${verdict}`,
+    d: `M${back} ${middle - ARROW} L${tip} ${middle} L${back} ${middle + ARROW}`,
+  });
 }

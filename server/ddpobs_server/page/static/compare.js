@@ -1,7 +1,7 @@
 // Two runs compared: run b against run a.
 
 import { get, root } from "./api.js";
-import { changeRows, isOfBucket } from "./changes.js";
+import { isOfBucket, showChanges } from "./changes.js";
 import { byId, element, notice } from "./elements.js";
 import { severityBadge } from "./finding_parts.js";
 import { runOnce } from "./refresh.js";
@@ -60,7 +60,7 @@ function showBuckets(buckets, { heading, compared }) {
   byId("bucket-note").textContent = `${compared}. ${changed}`;
   byId("buckets").hidden = moved.length === 0;
   const largest = moved.toSorted((x, y) => Math.abs(y.change_ns) - Math.abs(x.change_ns));
-  byId("buckets").tBodies[0].replaceChildren(...changeRows(largest.slice(0, MAX_BUCKETS)));
+  showChanges(byId("buckets"), largest.slice(0, MAX_BUCKETS));
 }
 
 function showDifferences(differences) {
@@ -80,7 +80,7 @@ function isShown(change) {
 function show(response) {
   const { a, b, changes, limit } = response;
   showVerdict(response);
-  byId("times").tBodies[0].replaceChildren(...changeRows(changes.filter(isShown)));
+  showChanges(byId("times"), changes.filter(isShown));
   showBuckets(changes.filter(isOfBucket), response.buckets);
   showFindings(response.findings, response);
   showDifferences(response.differences);
