@@ -138,6 +138,7 @@ def test_equal_runs_of_few_dependent_steps_seldom_differ(memory: float) -> None:
         (200, 100, 400, "same", "1.4× (0.7 to 2.9), not decided: the interval spans 1×"),
         (200, 100, 400, "too-few", "1.4× (0.7 to 2.9), not decided: the interval spans 1×"),
         (930, 1, 99_000, "too-few", "6.7× (0.007 to 712), not decided: the interval spans 1×"),
+        (9, 0, 10**9, "too-few", "0.06× (under 0.001 to over 1,000), not decided: the interval spans 1×"),
         (200, 150, 400, "too-few", "1.4× (1.1 to 2.9), not decided: too few steps"),
         (0, 0, 0, "too-few", "not decided: too few steps"),
     ],

@@ -10,6 +10,8 @@ from ddpobs_server.analysis.comparison.facts import Difference
 
 _MIN_MULTIPLE = 0.5
 """Minimum change that is named as a multiple: `2.2×`, not `122 %`."""
+_MAX_MULTIPLE = 1000.0
+"""Maximum multiple, and by its inverse the minimum, that an interval names; a wider one shows that little is known."""
 _MAX_PRECISE = 0.1
 """Maximum change that is given with a decimal."""
 _KINDS = {"compute": "computation of ", "comm": "communication of "}
@@ -135,11 +137,13 @@ def _size(ratio: float) -> str:
 
 def _multiple(ratio: float, low: float, high: float) -> str:
     """A change and its interval as multiples of the first time: `2.2× (1.9 to 2.5)`."""
-    value, least, most = (
-        f"{each:.0f}" if each >= 10 else f"{each:.1f}" if each >= 0.1 else f"{max(0, each):.1g}"
-        for each in (1 + ratio, 1 + low, 1 + high)
-    )
-    return f"{value}× ({least} to {most})"
+    least = f"under {1 / _MAX_MULTIPLE}" if 1 + low < 1 / _MAX_MULTIPLE else _times(1 + low)
+    most = f"over {_MAX_MULTIPLE:,.0f}" if 1 + high > _MAX_MULTIPLE else _times(1 + high)
+    return f"{_times(1 + ratio)}× ({least} to {most})"
+
+
+def _times(multiple: float) -> str:
+    return f"{multiple:.0f}" if multiple >= 10 else f"{multiple:.1f}" if multiple >= 0.1 else f"{max(0, multiple):.1g}"
 
 
 def _ms(ns: float) -> str:
