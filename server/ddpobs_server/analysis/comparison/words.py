@@ -37,7 +37,7 @@ _JOB = ("parameters", "size_bytes")
 
 
 def change_words(change: Change) -> str:
-    """A change in words: `slower by 2.2× (1.9 to 2.5)`, `3.8× (0.9 to 12), not decided: the interval spans 1×`."""
+    """A change in words: `slower by 2.2× (1.9 to 2.5)`, `3.8× (0.9 to 12), not decided: it may be faster or slower`."""
     ratio, low, high = (change.ratio(ns) for ns in (change.b_ns - change.a_ns, change.low_ns, change.high_ns))
     if ratio is None or low is None or high is None:
         return change.verdict if change.verdict in ("slower", "faster") else ""
@@ -62,8 +62,8 @@ def _undecided(change: Change) -> tuple[str, str] | None:
     too_few = f"too few {'long ' if change.kind == 'long' else ''}steps"
     if not change.b_ns:
         return "", too_few
-    spans = low <= 0 <= high and change.smallest_ns
-    return _multiple(ratio, low, high), "the interval spans 1×" if spans else too_few
+    is_either = low <= 0 <= high and change.smallest_ns
+    return _multiple(ratio, low, high), "it may be faster or slower" if is_either else too_few
 
 
 def headline(b: str, result: Comparison) -> str:

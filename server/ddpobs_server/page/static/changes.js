@@ -79,7 +79,7 @@ function interval(change, most) {
 
 // An arrow at the left or the right end of the axis, by its sign.
 function arrow({ verdict }, sign) {
-  const [tip, middle] = [sign < 0 ? 0 : WIDTH, HEIGHT / 2];
+  const [tip, middle] = [sign < 0 ? 1 : WIDTH - 1, HEIGHT / 2];
   const back = tip - sign * ARROW;
   return svg("path", {
     class: `arrow ${verdict}`,
