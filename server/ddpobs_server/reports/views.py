@@ -43,6 +43,7 @@ class StepTimeline:
         spans: Buckets of each rank.
         by_own_time: Ranks whose own time is known, the slowest first.
         delay_ns: Own time of the slowest rank above the other ranks' median.
+        typical_of: First and last step among which it has the median delay; None if it was not chosen by its delay.
     """
 
     step: int
@@ -50,6 +51,7 @@ class StepTimeline:
     spans: BucketSpans
     by_own_time: list[int]
     delay_ns: int
+    typical_of: tuple[int, int] | None
 
 
 class RunViews(AttemptReader):
@@ -100,8 +102,9 @@ class RunViews(AttemptReader):
     def timeline(self, step: int | None, first: int | None, last: int | None) -> StepTimeline:
         """Return a step on all ranks: the requested one, or a typical one of the last steps in a range."""
         bounds = self.bounds(first, last)
+        typical_of = None
         if step is None:
-            step = self._typical_step(*bounds)
+            step, typical_of = self._typical_step(*bounds)
         near = max(0, step - _ALIGNED_STEPS), step + _ALIGNED_STEPS
         if self.store.estimate_rows("spans", self.run, self.attempt, *near) > _ALIGNED_SPANS:
             near = step, step
@@ -110,19 +113,24 @@ class RunViews(AttemptReader):
         own_rows, own_spans = steps[1].step == step, spans[1].step == step
         rows = steps[0][own_rows], steps[1].select(own_rows)
         shown = spans[0][own_spans], spans[1].select(own_spans)
-        return StepTimeline(step, phases_of(rows, offsets), bucket_spans_of(rows, shown, offsets), *_by_own_time(*rows))
+        parts = phases_of(rows, offsets), bucket_spans_of(rows, shown, offsets)
+        return StepTimeline(step, *parts, *_by_own_time(*rows), typical_of)
 
-    def _typical_step(self, first: int, last: int) -> int:
-        """Return the step of median delay among the latest: a single spike says little about the run."""
+    def _typical_step(self, first: int, last: int) -> tuple[int, tuple[int, int] | None]:
+        """Return the step of median delay among the latest, and the first and last of them, if any can be compared.
+
+        A single spike says little about the run.
+        """
         sources = len(self.sources)
         begin = max(first, last - max(1, min(_CHOICE_STEPS, _CHOICE_ROWS // max(1, sources))) + 1)
         joined = join(*self._steps(begin, last))
         if not len(joined):
-            return max(first, last)
+            return max(first, last), None
         if len(joined.ranks) < 2:
-            return int(joined.step[-1])
+            return int(joined.step[-1]), None
         delay_ns = lateness(joined).delay_ns
-        return int(joined.step[np.argsort(delay_ns, kind="stable")[len(delay_ns) // 2]])
+        typical = joined.step[np.argsort(delay_ns, kind="stable")[len(delay_ns) // 2]]
+        return int(typical), (int(joined.step[0]), int(joined.step[-1]))
 
     def buckets(self, first: int | None, last: int | None) -> BucketTimes | None:
         """Return the mean times of each bucket over the latest steps of a range that fit; None without spans."""

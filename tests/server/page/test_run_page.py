@@ -159,8 +159,11 @@ def test_a_click_on_a_finding_selects_it_and_its_link_restores_the_view(browser:
 
 def test_a_click_on_a_figure_selects_its_rank_and_step(browser: Any, url: str) -> None:
     visit = drawn(browser, f"{url}/runs/picture")
+    reason = "It is shown because its delay is the median of steps 10 to 59."
+    assert summary(visit, "step").endswith(reason)
     click(visit, "ranks", 20.5, 1)
     expect(visit.page).to_have_url(f"{url}/runs/picture?rank=0&step=20")
+    assert reason not in summary(visit, "step")
     assert summary(visit, "step").startswith("Step 20: 2 of 2 ranks")
     assert mark(visit, "phases", "step") == [None, None, 20.5]
     visit.page.get_by_role("button", name="Later step").click()
@@ -344,7 +347,7 @@ def test_a_wrong_address_shows_a_page(browser: Any, url: str) -> None:
 
 def test_the_page_is_accessible_light_and_dark(browser: Any, url: str) -> None:
     visit = drawn(browser, f"{url}/runs/picture?rank=1")
-    for scheme, paper in (("light", "#ffffff"), ("dark", "#171e26")):
+    for scheme, paper in (("light", "#fff"), ("dark", "#171e26")):
         visit.page.emulate_media(color_scheme=scheme)
         visit.page.wait_for_function(
             """([paper, figures]) => Bokeh.documents.length === figures
@@ -372,5 +375,14 @@ def test_the_report_is_one_file_that_draws_all_figures(browser: Any, url: str, t
     assert "owned" not in visit.page.title()
     assert visit.requests == [file.as_uri()]
     assert visit.errors == []
+    paper = "() => new Set(Bokeh.documents.map((document) => document.roots()[0].border_fill_color))"
+    body = "getComputedStyle(document.body).backgroundColor"
+    for scheme, color, background in (("light", "#fff", "rgb(255, 255, 255)"), ("dark", "#171e26", "rgb(23, 30, 38)")):
+        visit.page.emulate_media(color_scheme=scheme)
+        visit.page.wait_for_function(f"color => [...({paper})()].at(-1) === color", arg=color)
+        assert visit.page.evaluate(body) == background
+        assert visit.page.evaluate("Bokeh.documents.length") == DRAWN
+        results = Axe().run(visit.page)
+        assert results.violations_count == 0, results.generate_report()
     visit.page.set_viewport_size({"width": 390, "height": 844})
     assert visit.page.evaluate("document.documentElement.scrollWidth") == 390

@@ -118,6 +118,7 @@ def step(timeline: StepTimeline, ranks: list[int], buckets: Buckets, theme: Them
         delay = f"was last, {duration(timeline.delay_ns)} after the others' median."
         summary += f" Rank {late_rank} {delay}" if timeline.delay_ns >= _MIN_WAIT_NS else " No rank was late."
     summary += _longest_wait(timeline.spans, bucket, buckets)
+    summary += _reason(timeline)
     absent = sorted(set(ranks) - present)
     if absent:
         summary += f" No data of {format_ranks(absent)}."
@@ -289,6 +290,12 @@ def _longest_wait(spans: BucketSpans, bucket: str, buckets: Buckets) -> str:
         return f" No rank waits at {place}." if own.any() else ""
     late, wait = spans.rank[spans.late_rows()[row]], duration(waiting_ns[row])
     return f" The longest wait is rank {spans.rank[row]}'s at {place}: {wait} for rank {late}."
+
+
+def _reason(timeline: StepTimeline) -> str:
+    """Return a sentence on why this step is shown, unless it was requested or is the only one."""
+    first, last = timeline.typical_of or (0, 0)
+    return f" It is shown because its delay is the median of steps {first:,} to {last:,}." if last > first else ""
 
 
 def _keys(spans: BucketSpans, rows: wire.Ints) -> list[Key]:
