@@ -19,7 +19,7 @@ from ddpobs.cli.app import (
     main,
     settings,
 )
-from ddpobs.shared.words import finding_heading
+from ddpobs.shared.words import fact_text, finding_heading
 from ddpobs.wire import printable
 
 _UNDECIDED = 4
@@ -82,7 +82,7 @@ def _print(response: dict[str, Any]) -> None:
     for line in ["", *_table(response["changes"], _compared(response))]:
         _echo(line)
     sections = {
-        "differs": [f"{row['title']}: {_fact(row['a'])} → {_fact(row['b'])}" for row in response["differences"]],
+        "differs": [f"{row['title']}: {fact_text(row['a'])} → {fact_text(row['b'])}" for row in response["differences"]],
         f"only {b['run']}": [finding_heading(finding) for finding in response["findings"]["came"]],
         f"only {a['run']}": [finding_heading(finding) for finding in response["findings"]["went"]],
     }
@@ -121,10 +121,6 @@ def _limit_verdict(response: dict[str, Any]) -> tuple[str, int]:
     limit = response["limit"]
     code = (BAD_STATE if limit["exceeded"] else 0) if limit["decided"] else _UNDECIDED
     return f"limit {100 * limit['ratio']:.3g} %: {limit['words']}", code
-
-
-def _fact(value: object) -> str:
-    return "none" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _short(title: str) -> str:

@@ -105,6 +105,13 @@ def format_bucket(module: int, index: int, bucket: Bucket | None = None) -> str:
     return f"{title}: {', '.join(names)}{', …' if len(bucket.parameters) > MAX_NAMED_PARAMETERS else ''}"
 
 
+def fact_text(value: object) -> str:
+    """A setting or another fact of a run in words: `yes` for True, four digits of a number, `none` for None."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def percent(share: float, digits: int = 0) -> str:
     """A share as a percentage: `37 %`."""
     return f"{100 * share:.{digits}f} %"

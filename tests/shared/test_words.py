@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddpobs import wire
-from ddpobs.shared.words import finding_heading, finding_lines, finding_parts, format_bucket, format_ranks
+from ddpobs.shared.words import fact_text, finding_heading, finding_lines, finding_parts, format_bucket, format_ranks
 
 FINDING = {
     "severity": "critical",
@@ -52,3 +52,8 @@ def test_long_lists_are_counted() -> None:
 def test_a_collective_of_a_unit_is_named_by_its_kind_and_its_unit() -> None:
     bucket = wire.Bucket(size_bytes=4, dtype="float32", parameters=[], kind="reduce_scatter", unit="blocks.3")
     assert format_bucket(0, 2, bucket) == "reduce-scatter of unit blocks.3"
+
+
+def test_a_fact_is_shown_in_words() -> None:
+    facts = (True, False, None, 0.39999961853027344, 12, "gloo")
+    assert list(map(fact_text, facts)) == ["yes", "no", "none", "0.4", "12", "gloo"]

@@ -81,7 +81,8 @@ export function timeRange(began_ns, ended_ns) {
   return `${began}${isSameDay ? "–" : " – "}${ended} (${duration(Math.max(0, ended_ns - began_ns))})`;
 }
 
-// Four digits of a number that is no integer.
+// A setting or another fact in words: four digits of a number that is no integer. As `ddpobs.shared.words.fact_text`.
 export function short(value) {
+  if (typeof value === "boolean") return value ? "yes" : "no";
   return typeof value === "number" && !Number.isInteger(value) ? String(+value.toPrecision(4)) : String(value);
 }
