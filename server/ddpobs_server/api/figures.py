@@ -11,6 +11,7 @@ from fastapi.responses import HTMLResponse
 from typing_extensions import TypedDict
 
 from ddpobs.shared.quantities import time_of_day
+from ddpobs.shared.words import fact_text
 from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
 from ddpobs_server.api.deps import (
     AttemptDep,
@@ -153,13 +154,14 @@ def get_report(
     if attempt == run.attempt:
         facts["state"] = state_of_run(run, settings, time.time_ns())
     if sources:
-        facts["steps"] = f"{max(source.last_step for source in sources) + 1:,}"
+        ended = [source.last_step + 1 for source in sources if source.last_step_seen_ns]
+        facts["steps"] = f"{max(ended, default=0):,}"
         facts["first seen"] = time_of_day(min(source.first_seen_ns for source in sources))
         facts["last seen"] = time_of_day(max(source.last_seen_ns for source in sources))
     known = (
         {} if hello is None else {"backend": hello.backend, "device": hello.device, **hello.versions, **hello.settings}
     )
-    texts = {name: str(value) for name, value in known.items()}
+    texts = {name.replace("_", " "): fact_text(value) for name, value in known.items() if value != ""}
     tables = report_tables(sources, reports.attempts(run), store.latest_unused(run.run, attempt)[0], texts)
     page = f"{(settings.public_url or str(request.base_url)).rstrip('/')}/runs/{quote(run.name)}"
     html, nonce = pictures.report(run.run, attempt, page, facts, tables=tables)

@@ -69,6 +69,8 @@ class Pictures:
     ) -> tuple[str, str]:
         """Return a page with the findings and all pictures that needs no other file, and the nonce of its scripts.
 
+        Without a step there is nothing to draw but what is about the whole run.
+
         Args:
             run: Key of the run.
             attempt: The attempt.
@@ -79,5 +81,6 @@ class Pictures:
         from ddpobs_server.figures.report_page import report_page
 
         diagnosis = self._reports.diagnostics(run, attempt)
-        pictures = [self.picture(run, attempt, name, Selection(legend=_REPORT_LEGEND)) for name in figure_kinds()]
+        kinds = [kind for kind in figure_kinds().values() if diagnosis["steps_seen"] or not kind.selection]
+        pictures = [self.picture(run, attempt, kind.name, Selection(legend=_REPORT_LEGEND)) for kind in kinds]
         return report_page(run.rpartition("/")[2], address, facts, diagnosis, pictures, tables=tables)

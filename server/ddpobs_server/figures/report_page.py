@@ -17,6 +17,7 @@ from ddpobs.shared.quantities import time_range
 from ddpobs.shared.words import finding_lines, shown_findings
 from ddpobs_server.figures.report_policy import report_policy
 from ddpobs_server.figures.report_tables import ReportTable
+from ddpobs_server.figures.theme import DARK, dark_colors
 
 _MAX_INTERVALS = 3
 _STACKS = ("stacks", "threads", "traceback", "output")
@@ -24,9 +25,22 @@ _STACKS = ("stacks", "threads", "traceback", "output")
 _CODE = re.compile(r"`([^`]+)`")
 _STATIC = Path(__file__).parent / "static"
 _START = """
-for (const place of document.querySelectorAll("[data-item]")) {
-  Bokeh.embed.embed_item(JSON.parse(document.getElementById(place.dataset.item).textContent), place);
+const isDark = matchMedia("(prefers-color-scheme: dark)");
+const { colors, scale } = JSON.parse(document.getElementById("dark").textContent);
+const darkened = new Map(colors);
+const item = (text) => {
+  if (!isDark.matches || !document.body.matches(".auto")) return JSON.parse(text);
+  return JSON.parse(text, (key, value) => (key === "palette" ? scale : darkened.get(value) ?? value));
+};
+function draw() {
+  for (const drawn of Bokeh.documents.splice(0)) drawn.clear();
+  for (const place of document.querySelectorAll("[data-item]")) {
+    place.replaceChildren();
+    Bokeh.embed.embed_item(item(document.getElementById(place.dataset.item).textContent), place);
+  }
 }
+isDark.addEventListener("change", draw);
+draw();
 """
 
 
@@ -61,7 +75,7 @@ def report_page(
         *(_picture(picture, nonce) for picture in pictures),
         *(f"<h2>{escape(table.title)}</h2>{_table(table.columns, table.rows)}" for table in tables),
     ]
-    return _page(run, parts, nonce), nonce
+    return _page(run, parts, nonce, "auto"), nonce
 
 
 def figure_page(run: str, picture: Mapping[str, Any], dark: bool) -> tuple[str, str]:
@@ -73,12 +87,15 @@ def figure_page(run: str, picture: Mapping[str, Any], dark: bool) -> tuple[str, 
         dark: Whether the picture has the colours of a dark page.
     """
     nonce = secrets.token_urlsafe(16)
-    return _page(run, [f'<div class="figure">{_picture(picture, nonce)}</div>'], nonce, dark), nonce
+    return _page(run, [f'<div class="figure">{_picture(picture, nonce)}</div>'], nonce, "dark" if dark else "light"), nonce
 
 
-def _page(run: str, parts: Sequence[str], nonce: str, dark: bool = False) -> str:
+def _page(run: str, parts: Sequence[str], nonce: str, scheme: str) -> str:
+    """The page in a colour scheme: `light`, `dark`, or `auto` for the reader's."""
+    dark = json.dumps({"colors": dark_colors(), "scale": DARK.cost})
     scripts = [(_STATIC / "style_nonce.js").read_text(), *Resources(mode="inline", components=["bokeh"]).js_raw, _START]
-    body = "\n".join([*parts, *(f'<script nonce="{nonce}">{script}</script>' for script in scripts)])
+    colors = f'<script nonce="{nonce}" type="application/json" id="dark">{dark}</script>'
+    body = "\n".join([*parts, colors, *(f'<script nonce="{nonce}">{script}</script>' for script in scripts)])
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -88,7 +105,7 @@ def _page(run: str, parts: Sequence[str], nonce: str, dark: bool = False) -> str
 <title>{escape(run)} · ddpobs</title>
 <style nonce="{nonce}">{(_STATIC / "report.css").read_text()}</style>
 </head>
-<body class="{"dark" if dark else "light"}"><main>
+<body class="{scheme}"><main>
 {body}
 </main></body>
 </html>

@@ -63,7 +63,7 @@ LIGHT = Theme(
     ink="#16202c",
     muted="#5c6b7a",
     line="#dfe4ea",
-    paper="#ffffff",
+    paper="#fff",  # Bokeh leaves its own default, `#ffffff`, out of an item: a report could not darken it.
     severity={"critical": "#b91c1c", "warning": "#b45309", "info": "#1d4ed8"},
     cost=("#ffffff", *Magma256[250:30:-1]),
 )
@@ -75,6 +75,13 @@ DARK = Theme(
     severity={"critical": "#f87171", "warning": "#fbbf24", "info": "#7aa2ff"},
     cost=("#171e26", *Magma256[40:250]),
 )
+
+
+def dark_colors() -> list[tuple[str, str]]:
+    """Pairs of a colour of the light theme and the dark theme's, for a picture that changes with its page."""
+    names = ("ink", "muted", "line", "paper")
+    pairs = [(getattr(LIGHT, name), getattr(DARK, name)) for name in names]
+    return [*pairs, *((LIGHT.severity[name], DARK.severity[name]) for name in LIGHT.severity)]
 
 
 def theme_of(selection: Selection) -> Theme:
