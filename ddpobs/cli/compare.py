@@ -82,7 +82,9 @@ def _print(response: dict[str, Any]) -> None:
     for line in ["", *_table(response["changes"], _compared(response))]:
         _echo(line)
     sections = {
-        "differs": [f"{row['title']}: {fact_text(row['a'])} → {fact_text(row['b'])}" for row in response["differences"]],
+        "differs": [
+            f"{each['title']}: {fact_text(each['a'])} → {fact_text(each['b'])}" for each in response["differences"]
+        ],
         f"only {b['run']}": [finding_heading(finding) for finding in response["findings"]["came"]],
         f"only {a['run']}": [finding_heading(finding) for finding in response["findings"]["went"]],
     }

@@ -69,7 +69,7 @@ def report_page(
         f"<h1>{escape(run)}</h1>",
         f'<p><a href="{escape(address)}">{escape(address)}</a></p>',
         _list(facts),
-        *(_finding(finding) for finding in shown_findings(diagnosis)),
+        *(_finding(finding, address.rpartition("/runs/")[0]) for finding in shown_findings(diagnosis)),
         f"<p>{escape(diagnosis['summary'])}</p>" if diagnosis["summary"] else "",
         f"<details><summary>Not judged</summary><ul>{missing}</ul></details>" if missing else "",
         *(_picture(picture, nonce) for picture in pictures),
@@ -87,7 +87,8 @@ def figure_page(run: str, picture: Mapping[str, Any], dark: bool) -> tuple[str, 
         dark: Whether the picture has the colours of a dark page.
     """
     nonce = secrets.token_urlsafe(16)
-    return _page(run, [f'<div class="figure">{_picture(picture, nonce)}</div>'], nonce, "dark" if dark else "light"), nonce
+    parts = [f'<div class="figure">{_picture(picture, nonce)}</div>']
+    return _page(run, parts, nonce, "dark" if dark else "light"), nonce
 
 
 def _page(run: str, parts: Sequence[str], nonce: str, scheme: str) -> str:
@@ -112,7 +113,8 @@ def _page(run: str, parts: Sequence[str], nonce: str, scheme: str) -> str:
 """
 
 
-def _finding(finding: Mapping[str, Any]) -> str:
+def _finding(finding: Mapping[str, Any], collector: str) -> str:
+    """A finding with its parts and a link to its help, which the collector at this address has."""
     sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in finding["evidence_sentences"])
     steps = {"steps": _times(finding["intervals"])}
     if finding["parameters"]:
@@ -121,7 +123,8 @@ def _finding(finding: Mapping[str, Any]) -> str:
     raw = escape(json.dumps(shown, indent=2))
     return (
         f'<article class="{escape(finding["severity"])}"><p class="code">{escape(finding["severity"])} · '
-        f"{escape(finding['code'])}</p><h2>{escape(finding['verdict'])}</h2>{_list(dict(finding_lines(finding)))}"
+        f'<a href="{escape(collector)}/help/{escape(finding["code"])}">{escape(finding["code"])}</a></p><h2>'
+        f"{escape(finding['verdict'])}</h2>{_list(dict(finding_lines(finding)))}"
         f"{''.join(f'<pre>{escape(text)}</pre>' for text in _stacks(finding['evidence']))}"
         f"<details><summary>Evidence</summary>{_list(steps)}<ul>{sentences}</ul>"
         f"<details><summary>as JSON</summary><pre>{raw}</pre></details></details></article>"

@@ -368,6 +368,8 @@ def test_the_report_is_one_file_that_draws_all_figures(browser: Any, url: str, t
     visit.page.get_by_role("heading", name="Rank 1 is slow in backward").wait_for()
     visit.page.get_by_role("heading", name="Ranks", exact=True).wait_for()
     expect(visit.page.get_by_role("link", name=f"{url}/runs/picture")).to_have_count(1)
+    help_link = visit.page.get_by_role("link", name="straggler", exact=True)
+    expect(help_link).to_have_attribute("href", f"{url}/help/straggler")
     visit.page.locator("[data-item=item-buckets] canvas").first.wait_for()
     expect(visit.page.locator("[data-item] .bk-Figure")).to_have_count(DRAWN)
     expect(visit.page.get_by_text(re.escape(EVIL))).to_have_count(0)
