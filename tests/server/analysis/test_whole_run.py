@@ -60,6 +60,26 @@ def test_a_slow_part_is_named_although_the_machine_is_noisy(seed: int) -> None:
     assert finding.intervals[0].first == pytest.approx(800, abs=10)
 
 
+@pytest.mark.parametrize(("steps", "change"), [(80, 40), (80, 60), (1000, 500)])
+@pytest.mark.parametrize(("before_ms", "after_ms"), [(150, 40), (40, 150)])
+def test_a_rank_that_becomes_less_slow_is_slow_still(steps: int, change: int, before_ms: int, after_ms: int) -> None:
+    for seed in range(3):
+        own = slow_between(steps, 0, change - 1, before_ms, seed=seed, burst_steps=10)
+        own[change:, 1, BACKWARD] += after_ms * MS
+        (finding,) = findings_of(own)
+        assert (finding.verdict, finding.ranks) == ("Rank 1 is slow in backward", [1])
+        assert [(part.first, part.last) for part in finding.intervals] == [(0, steps - 1)]
+
+
+@pytest.mark.parametrize("after_ms", [0, 3])
+def test_a_slowness_of_which_nothing_costly_is_left_is_over(after_ms: int) -> None:
+    own = slow_between(1000, 0, 499, 150, burst_steps=10)
+    own[500:, 1, BACKWARD] += after_ms * MS
+    (finding,) = [finding for finding in findings_of(own) if finding.severity != "info"]
+    assert finding.verdict == "Rank 1 was slow in backward"
+    assert finding.intervals[0].last == pytest.approx(499, abs=8)
+
+
 def test_a_slowness_that_is_over_is_told_in_the_past_and_rated_by_its_share_of_the_run() -> None:
     (over,) = findings_of(slow_between(2600, 900, 1499, 75))
     assert (over.verdict, over.when[:6]) == ("Rank 1 was slow in backward", "steps ")

@@ -107,7 +107,7 @@ def _suddenly_slow(joined: JoinedSteps, late: Lateness, named: set[int]) -> dict
         ).items():
             steps = len(joined) - onset(late.late[:, index], float(recent_late.late[:, index].mean()))
             since_onset = _slow_rank(joined.latest(steps), late.latest(steps), index, chance)
-            slow[index] = replace(since_onset, since_step=since_onset.steps[0])
+            slow[index] = since_onset if steps == len(joined) else replace(since_onset, since_step=since_onset.steps[0])
     return slow
 
 

@@ -26,6 +26,8 @@ A stretch of 30 steps may lose a step at each end, where own times have no origi
 _MIN_LOST_STEPS = 12.8
 """Minimum cost of a stretch, in steps. A short stretch must therefore cost more of each step than a long stretch."""
 _MIN_LATE_SHARE = 0.85
+_MIN_LESSER_STEPS = 16
+"""Minimum number of steps in which a rank that was slow before, or is slow later, is slow by less."""
 _SHORT_STEPS = 64
 """Twice as many steps are too few to be permuted in blocks of 4."""
 _LONG_STEPS = 256
@@ -99,7 +101,10 @@ def bin_width(steps: int) -> int:
 
 
 def find_stretches(bins: LatenessBins) -> list[Stretch]:
-    """Return the stretches of all ranks that stand out from the run's noise, in order of the ranks and steps."""
+    """Return the stretches of all ranks that stand out from the run's noise, in order of the ranks and steps.
+
+    A stretch whose rank stays slow by less, before or after it, has these steps too: the slowness is not over.
+    """
     if not len(bins) or len(bins.ranks) < 2:
         return []
     costs = _Costs(bins)
@@ -117,7 +122,7 @@ def find_stretches(bins: LatenessBins) -> list[Stretch]:
         index, begin, end = candidates[row]
         is_new = all(end <= other.begin or other.end <= begin for other in result if other.index == index)
         if chances[row] <= _MAX_CHANCE and is_new:
-            result.append(Stretch(index, begin, end, float(chances[row])))
+            result.append(Stretch(index, *_with_lesser(costs, index, begin, end), float(chances[row])))
     return sorted(result, key=lambda stretch: (stretch.index, stretch.begin))
 
 
@@ -140,12 +145,28 @@ def _slow_segments(costs: _Costs, index: int) -> list[tuple[int, int]]:
 def _extended(levels: Floats, begin: int, end: int) -> tuple[int, int]:
     """Extend a segment as far as what the levels exceed half of its mean level by adds up, across short pauses."""
     half = levels[begin:end].mean() / 2
-    costs_before, costs_after = np.cumsum((levels[:begin] - half)[::-1]), np.cumsum(levels[end:] - half)
-    if half > 0 and len(costs_before) and costs_before.max() > 0:
-        begin -= int(costs_before.argmax()) + 1
-    if half > 0 and len(costs_after) and costs_after.max() > 0:
-        end += int(costs_after.argmax()) + 1
-    return begin, end
+    if half <= 0:
+        return begin, end
+    return begin - _reach((levels[:begin] - half)[::-1]), end + _reach(levels[end:] - half)
+
+
+def _reach(surplus: Floats) -> int:
+    """Return how many of the first values have the highest positive sum; 0 if there is none."""
+    sums = np.cumsum(surplus)
+    return int(sums.argmax()) + 1 if len(sums) and sums.max() > 0 else 0
+
+
+def _with_lesser(costs: _Costs, index: int, begin: int, end: int) -> tuple[int, int]:
+    """Extend a stretch by the steps around it in which the rank is late in most steps and costs `MIN_COST_SHARE`."""
+    bins = costs.bins
+    surplus_ns = costs.net_ns[:, index] - MIN_COST_SHARE * bins.time_ns
+
+    def is_late(rows: slice) -> bool:
+        steps = int(bins.steps[rows].sum())
+        return steps >= _MIN_LESSER_STEPS and int(bins.late[rows, index].sum()) >= _MIN_LATE_SHARE * steps
+
+    first, last = begin - _reach(surplus_ns[:begin][::-1]), end + _reach(surplus_ns[end:])
+    return first if is_late(slice(first, begin)) else begin, last if is_late(slice(end, last)) else end
 
 
 def net_cost_ns(cost_ns: Floats) -> Floats:
