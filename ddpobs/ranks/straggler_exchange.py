@@ -123,8 +123,14 @@ def join(tables: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
     """
     common = tables[0][:, 0]
     for table in tables[1:]:
-        common = np.intersect1d(common, table[:, 0])
-    return np.stack([table[np.isin(table[:, 0], common)] for table in tables], axis=1)
+        common = common[_are_in(common, table[:, 0])]
+    return np.stack([table[_are_in(table[:, 0], common)] for table in tables], axis=1)
+
+
+def _are_in(values: npt.NDArray[np.int64], ordered: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Whether each value is in an ascending array. `np.isin` may import `numpy.ma`, amid training."""
+    found: npt.NDArray[np.bool_] = np.searchsorted(ordered, values, "left") < np.searchsorted(ordered, values, "right")
+    return found
 
 
 def statistics(joined: npt.NDArray[np.int64], compared: Sequence[int] | None = None) -> wire.Peers:

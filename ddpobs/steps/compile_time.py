@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ddpobs.steps.distinct import distinct
 from ddpobs.wire import Ints
 
 ReadCompilations = Callable[[], Sequence[tuple[int, int]] | None]
@@ -58,7 +59,7 @@ class CompileTime:
             first, last = max(began, from_ns), min(ended, until_ns)
             if first < last:
                 inside = bounds_ns[(bounds_ns > first) & (bounds_ns < last)]
-                cuts = np.unique(np.concatenate([[first], inside, [last]]))
+                cuts = distinct(np.concatenate([[first], inside, [last]]))
                 begins.append(cuts[:-1])
                 ends.append(cuts[1:])
         begin_ns = np.concatenate(begins)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from ddpobs import wire
 from ddpobs.steps.compile_time import CompilePieces
+from ddpobs.steps.distinct import distinct
 from ddpobs.steps.raw_step import BACKWARD, EXPOSED_COMM, NO_STEP, OTHER
 from ddpobs.wire import Ints
 
@@ -81,7 +82,7 @@ def phase_timeline(
         pieces: Pieces of compilations, whose bounds are piece boundaries too; None for none.
     """
     compiled = pieces[:2] if pieces else ()
-    at_ns = np.unique(np.concatenate([switches_ns, *blocked, windows.ready_ns, windows.done_ns, *compiled]))
+    at_ns = distinct(np.concatenate([switches_ns, *blocked, windows.ready_ns, windows.done_ns, *compiled]))
     phase = phases[np.searchsorted(switches_ns, at_ns, side="right") - 1]
     if len(windows.row):
         window = np.searchsorted(windows.returned_ns, at_ns, side="right").clip(max=len(windows.row) - 1)
