@@ -7,7 +7,10 @@ asked about (`report --fail-on`, `watch`, `compare --fail-over`), 4 that could n
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -22,11 +25,15 @@ from ddpobs.client.reader import Reply, read
 from ddpobs.config import TelemetryConfig, from_environment
 from ddpobs.errors import CollectorError, ConfigError
 from ddpobs.terminal.announcer import shows_colour
+from ddpobs.wire import printable
 from ddpobs.wire.states import STATE_COLOURS
 
 FAILED, WRONG_USE, BAD_STATE = 1, 2, 3
 _COMPLETIONS = "200"
 _COMPLETION_S = 1.0
+_UNIT = re.compile(r"(?<=\d) (?=%|[mµn]?s\b|min\b|h\b|[kMG]?B\b)")
+"""The space between a figure and its unit."""
+_MIN_COLUMNS = 40
 _COLOURS = {"critical": "red", "warning": "yellow", "info": "cyan"} | STATE_COLOURS
 TRAIN, LOOK, SAVE = "Train", "Look at a run", "Save and send"
 """Groups of commands in the help."""
@@ -151,6 +158,30 @@ def ask(config: TelemetryConfig, path: str, query: Mapping[str, str] | None = No
 def coloured(text: str, word: str) -> str:
     """The text in the colour of a severity or a state, if stdout is a terminal with colours."""
     return typer.style(text, fg=_COLOURS.get(word), bold=True) if shows_colour(sys.stdout) else text
+
+
+def terminal_columns() -> int:
+    """Columns of the terminal; a file or a pipe has as many as a line needs."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+
+
+def wrapped(text: str, indent: int = 0) -> list[str]:
+    """The text, made printable, in lines that fit the terminal beside an indent; a figure stays with its unit."""
+    joined = _UNIT.sub("\u00a0", printable(text))
+    lines = textwrap.wrap(joined, max(_MIN_COLUMNS, terminal_columns() - indent), break_on_hyphens=False)
+    return [line.replace("\u00a0", " ") for line in lines] or [""]
+
+
+def hanging(text: str, indent: str = "  ") -> list[str]:
+    """The same lines, indented after the first."""
+    first, *more = wrapped(text, len(indent))
+    return [first, *(indent + line for line in more)]
+
+
+def echo(text: str, word: str = "") -> None:
+    """Print a text in the colour of a severity or a state, wrapped; the lines after the first are indented."""
+    for line in hanging(text):
+        typer.echo(coloured(line, word) if word else line)
 
 
 def fail(message: str, code: int) -> NoReturn:

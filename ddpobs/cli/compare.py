@@ -13,11 +13,14 @@ from ddpobs.cli.app import (
     CollectorOption,
     ask,
     chosen_run,
-    coloured,
     complete_run,
+    echo,
     fail,
+    hanging,
     main,
     settings,
+    terminal_columns,
+    wrapped,
 )
 from ddpobs.shared.words import fact_text, finding_heading
 from ddpobs.wire import printable
@@ -73,14 +76,15 @@ def _print(response: dict[str, Any]) -> None:
     a, b = response["a"], response["b"]
     verdict = response["changes"][0]["verdict"]
     if response["not_the_same_job"]:
-        _echo(response["not_the_same_job"], "warning")
-    _echo(response["headline"], _SEVERITIES.get(verdict, ""))
+        echo(response["not_the_same_job"], "warning")
+    echo(response["headline"], _SEVERITIES.get(verdict, ""))
     if response["disturbed"]:
         delays = " and ".join(f"{run['run_delay_ns'] / 1e6:.1f}" for run in (a, b))
-        _echo(f"Other programs may be the cause: ranks had no processor for {delays} ms of a step", "warning")
-    _echo(f"{a['steps']} steps of {a['run']} and {b['steps']} of {b['run']}, without long ones")
-    for line in ["", *_table(response["changes"], _compared(response))]:
-        _echo(line)
+        echo(f"Other programs may be the cause: ranks had no processor for {delays} ms of a step", "warning")
+    echo(f"{a['steps']} steps of {a['run']} and {b['steps']} of {b['run']}, without long ones")
+    typer.echo()
+    for line in _table(response["changes"], _compared(response)):
+        typer.echo(line)
     sections = {
         "differs": [
             f"{each['title']}: {fact_text(each['a'])} → {fact_text(each['b'])}" for each in response["differences"]
@@ -92,11 +96,7 @@ def _print(response: dict[str, Any]) -> None:
         for row, line in enumerate(lines):
             if row == 0:
                 typer.echo()
-            _echo(f"{title}: {line}")
-
-
-def _echo(line: str, word: str = "") -> None:
-    typer.echo(coloured(printable(line), word) if word else printable(line))
+            echo(f"{title}: {line}")
 
 
 def _compared(response: dict[str, Any]) -> str:
@@ -111,11 +111,19 @@ def _table(changes: list[dict[str, Any]], compared: str) -> list[str]:
     shown += [change for change in buckets if change["verdict"] in ("slower", "faster")]
     titles = [_short(change["title"]) for change in shown]
     width = max(map(len, titles), default=0)
-    lines = [
-        f"  {title:{width}}  {change['a_ns'] / 1e6:9.3f} → {change['b_ns'] / 1e6:9.3f} ms  {change['words']}"
+    rows = [
+        (f"  {title:{width}}  {change['a_ns'] / 1e6:9.3f} → {change['b_ns'] / 1e6:9.3f} ms", change["words"])
         for title, change in zip(titles, shown, strict=True)
     ]
-    return [line.rstrip() for line in lines] + ([f"  {compared}; those that changed are listed"] if buckets else [])
+    note = f"  {compared}; those that changed are listed"
+    return _fitted([(printable(left), right) for left, right in rows]) + (hanging(note, "    ") if buckets else [])
+
+
+def _fitted(rows: list[tuple[str, str]]) -> list[str]:
+    """Lines of times and words; on a narrow terminal the words are below the times."""
+    if all(len(left) + 2 + len(right) <= terminal_columns() for left, right in rows):
+        return [f"{left}  {printable(right)}".rstrip() for left, right in rows]
+    return [line for left, right in rows for line in (left, *(f"      {each}" for each in wrapped(right, 6) if each))]
 
 
 def _limit_verdict(response: dict[str, Any]) -> tuple[str, int]:

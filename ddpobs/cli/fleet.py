@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ddpobs.cli.app import LOOK, CollectorOption, JsonOption, ask, coloured, main, settings
+from ddpobs.cli.app import LOOK, CollectorOption, JsonOption, ask, coloured, hanging, main, settings
 from ddpobs.shared.quantities import counted, three_digits
 from ddpobs.shared.words import percent
 from ddpobs.wire import printable
@@ -48,7 +48,7 @@ def _lines(fleet: dict[str, Any]) -> list[str]:
     lines += _table("week of", [[_week(week), *_sums(week)] for week in fleet["by_week"]], _HEADS)
     for name, title in _TABLES.items():
         lines += _table(title, [[row["name"], *_sums(row)] for row in fleet[name][:_ROWS]], _HEADS)
-    return [*lines, *(printable(f"not known: {reason}") for reason in fleet["missing"])]
+    return [*lines, *(line for reason in fleet["missing"] for line in hanging(f"not known: {reason}"))]
 
 
 _HEADS = ("runs", "rank-hours", "lost", "goodput")

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
-import sys
-import textwrap
 from collections.abc import Sequence
 from enum import StrEnum
 from http import HTTPStatus
@@ -24,10 +20,12 @@ from ddpobs.cli.app import (
     RunArgument,
     ask,
     chosen_run,
-    coloured,
+    echo,
     fail,
+    hanging,
     main,
     settings,
+    wrapped,
 )
 from ddpobs.client.reader import page_address, read, read_file
 from ddpobs.config import TelemetryConfig
@@ -37,9 +35,7 @@ from ddpobs.shared.words import LABEL_COLUMNS, finding_heading, finding_lines, l
 from ddpobs.wire import printable
 
 _MIN_SHARE, _MAX_PARTS = 0.01, 8
-_UNIT = re.compile(r"(?<=\d) (?=%|[mµn]?s\b|min\b|h\b|[kMG]?B\b)")
-"""The space between a figure and its unit."""
-_MIN_COLUMNS, _MAX_OUTPUT_LINES = 40, 10
+_MAX_OUTPUT_LINES = 10
 _MAX_NAMES = 8
 """Stages or ranks in a line."""
 
@@ -120,27 +116,30 @@ def _print(diagnosis: dict[str, Any], account: dict[str, Any], pipeline: dict[st
     summary = diagnosis["summary"]
     if findings:
         summary = f"{counted(len(findings), 'finding')} in {counted(diagnosis['steps_seen'], 'step')}"
-    typer.echo(printable(f"run {diagnosis['run']}: {summary}"))
+    echo(f"run {diagnosis['run']}: {summary}")
     if interrupt:
-        typer.echo(coloured(printable(interrupt), "interrupted"))
+        echo(interrupt, "interrupted")
     for finding in findings:
         typer.echo()
-        typer.echo(coloured(printable(finding_heading(finding)), finding["severity"]))
+        echo(finding_heading(finding), finding["severity"])
         for label, text in finding_lines(finding):
-            for row, line in enumerate(_wrapped(printable(text))):
-                typer.echo(f"  {labelled('' if row else label, line)}")
+            _print_part(label, text)
         for row, line in enumerate((finding["evidence"].get("output") or "").splitlines()[-_MAX_OUTPUT_LINES:]):
             typer.echo(f"  {labelled('' if row else 'output', printable(line))}")
         for attempt in finding["evidence"].get("attempts", [])[:-1]:  # The last one is the finding.
-            for row, line in enumerate(_wrapped(printable(attempt))):
-                typer.echo(f"  {labelled('' if row else 'earlier', line)}")
+            _print_part("earlier", attempt)
     typer.echo()
     for line in [*_account_lines(account), *_pipeline_lines(pipeline)]:
         typer.echo(line)
     if diagnosis["missing"]:
         typer.echo()
     for line in _not_judged(diagnosis["missing"]):
-        typer.echo(printable(line))
+        echo(line)
+
+
+def _print_part(label: str, text: str) -> None:
+    for row, line in enumerate(wrapped(text, LABEL_COLUMNS + 2)):
+        typer.echo(f"  {labelled('' if row else label, line)}")
 
 
 def _not_judged(missing: Sequence[str]) -> list[str]:
@@ -152,19 +151,11 @@ def _not_judged(missing: Sequence[str]) -> list[str]:
     return [f"not judged: {', '.join(names)}: {reason}" for reason, names in codes.items()]
 
 
-def _wrapped(text: str) -> list[str]:
-    """Lines that fit the terminal; one line for a file or a pipe."""
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    joined = _UNIT.sub("\u00a0", text)  # A figure stays with its unit.
-    lines = textwrap.wrap(joined, max(_MIN_COLUMNS, columns - LABEL_COLUMNS - 2), break_on_hyphens=False)
-    return [line.replace("\u00a0", " ") for line in lines] or [""]
-
-
 def _account_lines(account: dict[str, Any]) -> list[str]:
     """Return the run's wall time and goodput, and its largest parts with their share of the run."""
     if account["wall_ns"] is None:
         return ["wall time: not known, because no rank has sent an account"]
-    lines = _wrapped(account["summary"])
+    lines = wrapped(account["summary"])
     if account["lost_cost"] is not None:
         lines.append(f"at the set price the loss is {account['lost_cost']:.2f}")
     parts = sorted(account["parts"], key=lambda part: -part["share"])
@@ -186,7 +177,7 @@ def _pipeline_lines(pipeline: dict[str, Any] | None) -> list[str]:
         line += f"bubble {percent(stage['bubble'], 1)}"
         if stage["reduce_overlap"] is not None:
             line += f", {percent(stage['reduce_overlap'])} of the all-reduce overlapped"
-        lines.append(printable(line))
+        lines += hanging(line, "    ")
     return lines
 
 

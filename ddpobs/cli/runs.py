@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 import time
 import webbrowser
 from contextlib import suppress
@@ -13,7 +11,18 @@ from typing import Annotated, Any
 
 import typer
 
-from ddpobs.cli.app import LOOK, CollectorOption, JsonOption, RunArgument, ask, chosen_run, coloured, main, settings
+from ddpobs.cli.app import (
+    LOOK,
+    CollectorOption,
+    JsonOption,
+    RunArgument,
+    ask,
+    chosen_run,
+    coloured,
+    main,
+    settings,
+    terminal_columns,
+)
 from ddpobs.client.reader import page_address, read
 from ddpobs.config import TelemetryConfig
 from ddpobs.errors import CollectorError
@@ -95,7 +104,7 @@ def _table(rows: list[list[str]], severities: list[str]) -> list[str]:
     A terminal that is too narrow shows no start: the runs are in its order.
     """
     widths = [max(map(len, column)) for column in zip(_TITLES, *rows, strict=True)]
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    room = terminal_columns()
     if sum(widths) + 2 * (len(widths) - 1) > room:
         widths[_STARTED] = 0
     others = sum(width + 2 for width in widths[:-1] if width)

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from ddpobs.cli.app import LOOK, CollectorOption, RunArgument, ask, chosen_run, main, settings
+from ddpobs.cli.app import LOOK, CollectorOption, RunArgument, ask, chosen_run, hanging, main, settings
 from ddpobs.shared.quantities import counted
 from ddpobs.shared.words import bucket_title
 from ddpobs.wire import printable
@@ -22,8 +22,9 @@ def stacks(run_id: RunArgument = None, collector: CollectorOption = None) -> Non
     in_buckets = any(pulse.get("activity") == "bucket" for pulse in pulses)
     titles = _titles(ask(config, f"/runs/{run}/layout").document["layouts"]) if in_buckets else {}
     for rank in ranks:
-        for line in _stack_lines(rank, titles):
-            typer.echo(printable(line))
+        title, *frames = _stack_lines(rank, titles)
+        for line in [*hanging(title, "    "), *map(printable, frames)]:
+            typer.echo(line)
 
 
 def _titles(layouts: list[dict[str, Any]]) -> dict[tuple[int, int], str]:

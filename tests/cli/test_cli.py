@@ -14,9 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 import ddpobs as package
+from ddpobs.cli import compare as comparing
 from ddpobs.cli import main
-from ddpobs.cli import report as reporting
 from ddpobs.cli import runs as listing
+from ddpobs.cli.app import wrapped
 from ddpobs.export.spool import Encoded, Spool
 from tests.support.cli import ROOT, answering, ddpobs, invoke
 from tests.support.integration.collectors import Reply, absent, acknowledge, collector, status
@@ -148,7 +149,7 @@ def test_list_aligns_runs_with_state_and_worst_finding_without_colours_in_a_pipe
 
 
 def test_list_on_a_narrow_terminal_leaves_the_finding_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpobs.cli.runs.sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("ddpobs.cli.app.sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "50")
     monkeypatch.setenv("NO_COLOR", "1")
     row = ["a", "failed", "2", "80", "2023-11-14 22:13", "Rank 1 failed in forward of step 6"]
@@ -223,10 +224,19 @@ def test_report_names_the_errors_of_earlier_attempts() -> None:
 
 
 def test_a_figure_stays_on_the_line_of_its_unit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpobs.cli.report.sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "50")
-    lines = reporting._wrapped("it spends on the start-up of 12 ranks 64 % of the run")
+    monkeypatch.setattr("ddpobs.cli.app.sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = wrapped("it spends on the start-up of 12 ranks 64 % of the run")
     assert lines == ["it spends on the start-up of 12 ranks", "64 % of the run"]
+
+
+def test_on_a_narrow_terminal_the_words_of_a_change_are_below_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    change = {"kind": "step", "title": "step", "a_ns": 1e6, "b_ns": 2e6, "words": "slower by 2.0× (1.9 to 2.1)"}
+    wide = comparing._table([change], "")
+    assert wide == ["  step      1.000 →     2.000 ms  slower by 2.0× (1.9 to 2.1)"]
+    monkeypatch.setattr("ddpobs.cli.app.sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "50")
+    assert comparing._table([change], "") == ["  step      1.000 →     2.000 ms", "      slower by 2.0× (1.9 to 2.1)"]
 
 
 def test_an_unknown_run_is_told_without_an_address_of_the_interface() -> None:
