@@ -15,7 +15,7 @@ from benchmarks.rig.training import ROOT, TORCHRUN, train
 from ddpobs import Client, trackers, wire
 from ddpobs.cli import main
 from ddpobs.shared.words import LABELS
-from tests.support.integration.slow_ranks import SLOW_RANK, get, stragglers
+from tests.support.integration.slow_ranks import SLOW_RANK, get, own_times, stragglers
 
 pytestmark = pytest.mark.alone
 
@@ -31,9 +31,9 @@ pytestmark = pytest.mark.alone
 )
 def test_the_slow_rank_is_named_with_its_phase(url: str, rank: int, phase: str) -> None:
     run = f"slow-{rank}-{phase}"
-    train(url, run, slow_rank=rank, phase=phase)
+    train(url, run, slow_rank=rank, phase=phase, steps=120)
     findings = stragglers(url, run)
-    assert [(f["ranks"], f["phase"]) for f in findings] == [([rank], phase)]
+    assert [(f["ranks"], f["phase"]) for f in findings] == [([rank], phase)], own_times(url, run)
     assert findings[0]["gain"]["step_ns"] > 0
 
 
@@ -65,7 +65,7 @@ def test_the_training_prints_its_address_once_and_the_verdict_at_its_end(
     frame = [index for index, line in enumerate(lines) if line.startswith(("┌─ ddpobs", "└"))]
     assert frame[1] - frame[0] < 20
     inside = lines[frame[0] + 1 : frame[1]]
-    assert f"Rank {SLOW_RANK} is slow in backward" in inside[0]
+    assert f"Rank {SLOW_RANK} is slow in backward" in inside[0], own_times(url, slow_run)
     labels = " ".join(line[2:10] for line in inside).split()
     assert [label for label in labels if label in LABELS.values()] == [
         "measure",
@@ -154,8 +154,9 @@ def test_ddpobs_run_records_an_unchanged_script_with_torchs_own_ddp(url: str, tm
     script.write_text(text.replace("from ddpobs import", "from torch.nn.parallel import"))
     assert "import ddpobs" not in script.read_text()
     launcher = (str(_ddpobs()), "run", "--collector", url, "--run", "torch-ddp", "--", *TORCHRUN)
-    train(url, "torch-ddp", slow_rank=0, phase="backward", launcher=launcher, script=script)
-    assert [(f["ranks"], f["phase"]) for f in stragglers(url, "torch-ddp")] == [([0], "backward")]
+    train(url, "torch-ddp", slow_rank=0, phase="backward", steps=120, launcher=launcher, script=script)
+    named = [(f["ranks"], f["phase"]) for f in stragglers(url, "torch-ddp")]
+    assert named == [([0], "backward")], own_times(url, "torch-ddp")
     assert get(url, "torch-ddp")["hello"]["settings"]["reducer"] == "torch"
     assert len(get(url, "torch-ddp", "/layout")["layouts"][-1]["buckets"]) > 1
 
