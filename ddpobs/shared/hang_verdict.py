@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpobs.shared.judged_rank import JudgedRank
+from ddpobs.shared.judged_rank import JudgedRank, awaits_look
 from ddpobs.shared.words import bucket_phrase, format_bucket, format_ranks
 from ddpobs.wire.fields import UNKNOWN
 from ddpobs.wire.pulse import Pulse
@@ -89,7 +89,7 @@ def judge(states: Sequence[JudgedRank], buckets: BucketLookup = lambda _module, 
     """
     states = sorted(states, key=lambda state: state.rank)
     running = [state for state in states if not state.ended]
-    if not running or any(state.progresses for state in states):
+    if not running or any(state.progresses for state in states) or awaits_look(running):
         return None
     if all(state.is_silent for state in running):
         return None  # The whole run is lost, not hung: no process is left that could wait.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ddpobs.shared.silence import PULSE_SILENCE_NS
@@ -9,6 +10,8 @@ from ddpobs.wire.pulse import Pulse
 
 _LONG_NS = 600_000_000_000
 """A checkpoint or a compilation counts as progress for at most this long."""
+_LOOK_NS = 4_000_000_000
+"""A rank that stands still looks up the processes of its host at each pulse, and sends what it saw with the next one."""
 _WAITS = ("bucket", "collective")
 _BUSY = ("checkpoint", "compile")
 
@@ -68,3 +71,13 @@ class JudgedRank:
         if self.pulse.activity in _BUSY:
             return self.idle_ns < _LONG_NS
         return self.idle_ns < self.pulse.patience_ns
+
+
+def awaits_look(running: Iterable[JudgedRank]) -> bool:
+    """Whether a rank has only just become silent, and another one of its host may yet send why."""
+    running = list(running)
+    hosts = {state.host for state in running if state.host and not state.is_silent}
+    return any(
+        state.is_silent and not state.process and state.host in hosts and state.silent_ns < PULSE_SILENCE_NS + _LOOK_NS
+        for state in running
+    )

@@ -96,6 +96,14 @@ def test_a_rank_that_sends_nothing_is_named() -> None:
     assert hang.cause.startswith("rank 1 sent nothing for 13 s (last in other of step 12); rank 0 waits in bucket 0.2")
 
 
+def test_a_rank_that_has_just_become_silent_is_named_once_a_rank_of_its_host_had_time_to_look() -> None:
+    waiting, silent = replace(bucket(0), host="a"), replace(state(1, silent_s=11), host="a")
+    assert judge([waiting, silent]) is None
+    assert verdict(waiting, replace(silent, process="stopped")).cause.startswith("the process of rank 1 is stopped")
+    assert verdict(waiting, replace(silent, host="b")).cause.startswith("rank 1 sent nothing for 11 s")
+    assert verdict(waiting, replace(silent, silent_ns=15 * S)).cause.startswith("rank 1 sent nothing for 15 s")
+
+
 def test_a_stopped_and_a_dead_process_are_told_apart_by_a_rank_of_the_same_host() -> None:
     assert verdict(bucket(0), state(1, idle_s=9, process="stopped")).kind == "stopped"
     assert verdict(bucket(0), state(1, idle_s=9, process="gone")).kind == "dead"
