@@ -31,7 +31,6 @@ def test_with_a_keyboard_alone_the_figures_are_near_and_their_tools_have_names(b
         assert len(stops) < 8, stops
     assert visit.reads() == reads  # A link within the page draws nothing anew.
     press("Tab")
-    press("Tab")
     tools = [focused(_FOCUSED)]
     assert focused(_RING) == "rgb(29, 78, 216) solid 2px"
     while len(tools) < 4:
@@ -58,3 +57,28 @@ def test_the_focus_stays_at_its_tool_when_the_figure_is_drawn_anew(browser: Any,
     visit.page.emulate_media(color_scheme="dark")
     visit.page.wait_for_function(f"() => ({_RING})() === 'rgb(122, 162, 255) solid 2px'")
     assert visit.page.evaluate(_FOCUSED) == "Box Zoom steps or time"
+
+
+def test_controls_that_belong_together_are_one_tab_stop(browser: Any, url: str) -> None:
+    visit = drawn(browser, f"{url}/runs/picture")
+    focused, press = visit.page.evaluate, visit.page.keyboard.press
+    stops = []
+    while not stops or not stops[-1].startswith("rank "):
+        press("Tab")
+        stops.append(focused(f"() => document.activeElement.dataset.key ?? ({_FOCUSED})()"))
+        assert len(stops) <= 36, stops
+    assert [stop for stop in stops if "trace" in stop or "report" in stop] == ["tracetrace …"]
+    press("ArrowDown")
+    assert focused("document.activeElement.dataset.key") == "rank 0"
+    press("Tab")
+    assert focused("document.activeElement.tagName") == "BODY"
+
+
+def test_arrow_keys_home_and_end_move_among_the_tools_of_the_run(browser: Any, url: str) -> None:
+    visit = drawn(browser, f"{url}/runs/picture")
+    visit.page.get_by_role("button", name="trace").focus()
+    names = []
+    for key in ("ArrowRight", "ArrowRight", "End", "Home", "ArrowLeft"):
+        visit.page.keyboard.press(key)
+        names.append(visit.page.evaluate("document.activeElement.textContent"))
+    assert names == ["report", "compare with …", "API", "trace …", "trace …"]

@@ -40,14 +40,15 @@ export function showRanks(ranks, marked, layouts, select) {
   const order = (a, b) =>
     isMarked.has(b.rank) - isMarked.has(a.rank) || (b.own_ns ?? -1) - (a.own_ns ?? -1) || a.rank - b.rank;
   const sorted = ranks.toSorted(order).slice(0, MAX_RANKS);
-  const rows = sorted.map((row) => rankRow(row, isMarked.has(row.rank), layouts, select));
+  const rows = sorted.map((row, index) => rankRow(row, index, isMarked.has(row.rank), layouts, select));
   const table = byId("processes");
   for (const line of [table.tHead.rows[0], ...rows]) hide(line);
   renew(table.tBodies[0], ...rows);
 }
 
-function rankRow(row, isMarked, layouts, select) {
-  const attributes = { type: "button", class: "link", "data-key": `rank ${row.rank}` };
+function rankRow(row, index, isMarked, layouts, select) {
+  const stop = { tabindex: index ? -1 : 0 }; // Arrow keys move from the first to the others.
+  const attributes = { type: "button", class: "link", "data-key": `rank ${row.rank}`, ...stop };
   const button = element("button", attributes, String(row.rank));
   button.addEventListener("click", () => select(row.rank));
   const place = [cell(row.host || "–"), cell(row.device || "–")];

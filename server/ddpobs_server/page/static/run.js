@@ -8,6 +8,7 @@ import { followFigures } from "./figure_events.js";
 import { onColors } from "./figure_view.js";
 import { showFindings } from "./finding_cards.js";
 import { refresh, runOnce } from "./refresh.js";
+import { rove } from "./roving.js";
 import { buildFigures, drawFigures, markSelection } from "./run_figures.js";
 import { fillForm, followButtons, followForm, offerBuckets, showLabels, showWrong } from "./run_form.js";
 import { address, hasSteps, isOrdinal, selectedAttempt, state } from "./run_state.js";
@@ -134,6 +135,8 @@ followForm(choose);
 followButtons();
 followWhatif();
 whatifLegend();
+for (const bar of document.querySelectorAll("[role=toolbar]")) rove(bar, "a, button");
+rove(byId("processes").tBodies[0], "button");
 addEventListener("popstate", () => {
   const wanted = read(location.search);
   if (JSON.stringify(wanted.selection) === JSON.stringify(state.selection)) return; // A link within the page.
