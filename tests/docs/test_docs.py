@@ -104,7 +104,7 @@ def test_the_documented_defaults_of_the_training_side_are_those_of_the_code() ->
 
 
 def test_the_bounds_of_the_collectors_memory_add_up_to_the_stated_sum() -> None:
-    section = OPERATIONS.partition("## Memory\n")[2].partition("\n## ")[0]
+    section = OPERATIONS.partition("## Memory of a collector\n")[2].partition("\n## ")[0]
     (stated_gb,) = re.findall(r"Their sum is (\d+) GB", section)
     parts = {
         row[0]: int(row[1].replace(",", ""))
@@ -201,7 +201,7 @@ def test_the_wire_page_has_the_source_of_every_column_that_was_added_to_steps() 
 
 
 def test_the_horovod_table_has_every_public_name() -> None:
-    table = (ROOT / "docs" / "horovod.md").read_text().partition("## What runs")[2].partition("\n## ")[0]
+    table = (ROOT / "docs" / "horovod.md").read_text().partition("## Which functions run")[2].partition("\n## ")[0]
     documented = set(re.findall(r"\w+", table)) | {f"grouped_{name}" for name in re.findall(r"allreduce\w*", table)}
     assert set(ddpobs.horovod.__all__) - documented == set()
 
