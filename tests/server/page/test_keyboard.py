@@ -62,7 +62,7 @@ def test_the_focus_stays_at_its_tool_when_the_figure_is_drawn_anew(browser: Any,
 def test_controls_that_belong_together_are_one_tab_stop(browser: Any, url: str) -> None:
     visit = drawn(browser, f"{url}/runs/picture")
     focused, press = visit.page.evaluate, visit.page.keyboard.press
-    stops = []
+    stops: list[str] = []
     while not stops or not stops[-1].startswith("rank "):
         press("Tab")
         stops.append(focused(f"() => document.activeElement.dataset.key ?? ({_FOCUSED})()"))
