@@ -104,12 +104,14 @@ class EngineAttachment:
         self._pass: Pass | None = None
         self._earlier: list[Pass] = []
         """Passes since the last step of the optimizer."""
+        self._stop_listening = recorder.on_backward_end(self._backward_ended)
         _attachments[engine] = self
-        self._finalizer = weakref.finalize(engine, telemetry.forget, recorder)
+        self._finalizer = weakref.finalize(engine, telemetry.forget, recorder, self._stop_listening)
         self._finalizer.atexit = False
 
     def detach(self) -> None:
         """Remove the telemetry completely."""
+        self._stop_listening()
         self._finalizer.detach()
         if (engine := self._engine()) is not None:
             _attachments.pop(engine, None)
@@ -127,7 +129,7 @@ class EngineAttachment:
             self._is_after_backward = False
             self._keep()
         self._recorder.forward_began(inputs, named)
-        with self._during("forward"):
+        with self._abandoning(), self._during("forward"):
             return call()
 
     def backward_began(self) -> None:
@@ -136,14 +138,14 @@ class EngineAttachment:
 
     def reduce(self, call: Callable[[], Any]) -> Any:
         """Record the end of the engine's backward, which reduces the gradients that are left."""
-        with self._during("backward"), self._waiting("backward"):
+        with self._abandoning(), self._during("backward"), self._waiting("backward"):
             return call()
 
     def step(self, call: Callable[[], Any]) -> Any:
         """Record the optimizer's step, which ends the engine's."""
         began = self._now()
         with self._waiting("optimizer"):
-            with self._during("optimizer"):
+            with self._abandoning(step=True), self._during("optimizer"):
                 result = call()
             self._finish(began)
         return result
@@ -183,6 +185,25 @@ class EngineAttachment:
             yield
         finally:
             self._phase = before
+
+    @contextmanager
+    def _abandoning(self, *, step: bool = False) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._abandon(step=step)
+            raise
+
+    def _backward_ended(self, raised: bool) -> None:
+        # A checkpoint's backward may end inside the engine's.
+        if raised and torch._C._current_graph_task_id() < 0:
+            self._abandon()
+
+    def _abandon(self, *, step: bool = False) -> None:
+        """Drop the stamps of a pass that raised; earlier passes belong to the open step, unless that is over."""
+        self._pass, self._is_after_backward = None, False
+        if step:
+            self._earlier = []
 
     @contextmanager
     def _waiting(self, phase: str) -> Iterator[None]:

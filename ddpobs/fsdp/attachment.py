@@ -119,7 +119,7 @@ class FullyShardedAttachment:
         self._stop_listening = recorder.on_backward_end(self._backward_ended)
         _by_root[fully_shard.state_of(model)] = self
         _by_unit.update(dict.fromkeys(units, self))
-        self._finalizer = weakref.finalize(model, _detach_collected, self._stop_listening, recorder)
+        self._finalizer = weakref.finalize(model, telemetry.forget, recorder, self._stop_listening)
         self._finalizer.atexit = False
 
     def detach(self) -> None:
@@ -355,9 +355,3 @@ def _ending(transfer: Stamped) -> Callable[[Any], None]:
         stay_in_interpreter()
 
     return stamp
-
-
-def _detach_collected(stop_listening: Callable[[], None], recorder: ModuleObserver) -> None:
-    """Remove the telemetry of a model that was garbage-collected while attached."""
-    stop_listening()
-    telemetry.forget(recorder)

@@ -7,7 +7,7 @@ forgotten: collection happens at different times on different ranks, and telemet
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -94,8 +94,14 @@ def leave(recorder: ModuleObserver) -> None:
         process.close()
 
 
-def forget(recorder: ModuleObserver) -> None:
-    """Stop recording a deleted module; the process's telemetry continues for later modules."""
+def forget(recorder: ModuleObserver, stop_listening: Callable[[], None] = lambda: None) -> None:
+    """Stop recording a deleted module; the process's telemetry continues for later modules.
+
+    Args:
+        recorder: Recorder of the module.
+        stop_listening: Removes the door's callbacks.
+    """
+    stop_listening()
     if _process is not None:
         _process.leave(recorder)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ import torch
 import ddpobs
 from ddpobs import wire
 from ddpobs.errors import DdpobsError
-from tests.support.distributed.compare import batch
+from tests.support.distributed.compare import batch, raising_in_backward
 from tests.support.distributed.engines import DIVIDED, engine, find_deepspeed, train_engine
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
@@ -134,6 +137,38 @@ def test_an_evaluation_is_no_step_and_a_detached_engine_is_not_recorded() -> Non
         assert rank["steps"] == list(range(2 * STEPS))
         assert rank["patched"] == []
         assert len(rank["rest"]) == 1
+
+
+def failed(rank: int, _size: int, stage: int, where: str) -> tuple[int, dict[str, list[int]]]:
+    """Train a step, fail in another one, and train one more; return the time after the failure, and the spans."""
+    with sending() as sent:
+        built = engine(stage, **(DIVIDED if stage == 3 else {}))
+        ddpobs.attach(built, sent.config)
+        train_engine(built, rank, 1)
+        with ExitStack() as stack:
+            if where == "forward":
+                stack.callback(built.module[4].register_forward_hook(_fail).remove)
+            elif where == "step":
+                stack.enter_context(patch.object(built.optimizer, "step", _fail))
+            stack.enter_context(pytest.raises(ValueError, match="it fails"))
+            loss = built(batch(rank, 1))
+            built.backward((raising_in_backward(loss) if where == "backward" else loss).sum())
+            built.step()
+        failed_ns = time.monotonic_ns()
+        train_engine(built, rank, 1)
+    return failed_ns, {name: sent.spans(name) for name in ("step", "bucket", "launched_ns")}
+
+
+def _fail(*_: Any, **__: Any) -> None:
+    raise ValueError("it fails")
+
+
+@pytest.mark.parametrize(("stage", "where"), [(0, "step"), (2, "step"), (3, "forward"), (3, "backward")])
+def test_what_fails_leaves_no_spans_to_the_next_step(stage: int, where: str) -> None:
+    for failed_ns, spans in run_ranks(failed, 2, stage, where):
+        launched = [ns for ns, step in zip(spans["launched_ns"], spans["step"], strict=True) if step == 1]
+        assert launched
+        assert min(launched) > failed_ns
 
 
 def test_an_engine_of_a_pipeline_is_refused() -> None:

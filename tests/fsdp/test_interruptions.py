@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 import ddpobs
 from ddpobs import never_raises
 from ddpobs.autoload import patches
-from tests.support.distributed.compare import batch
+from tests.support.distributed.compare import batch, raising_in_backward
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
 from tests.support.distributed.sharded import sharded, train_sharded
@@ -55,26 +55,14 @@ def test_torchs_error_at_the_first_forward_reaches_the_script() -> None:
         assert "has already been lazily initialized for blocks.0" in message
 
 
-class _Raises(torch.autograd.Function):
-    """A loss whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise ValueError("no backward of this loss")
-
-
 def raising(rank: int, _size: int) -> dict[str, Any]:
     """Train two steps, of which the loss of another batch between them raises."""
     with sending() as sent:
         model = sharded()
         ddpobs.attach(model, sent.config)
         train_sharded(model, rank, 1)
-        with pytest.raises(ValueError, match="no backward"):
-            _Raises.apply(model(batch(rank, 1))).sum().backward()  # type: ignore[no-untyped-call]
+        with pytest.raises(ValueError, match="it fails"):
+            raising_in_backward(model(batch(rank, 1))).sum().backward()
         train_sharded(model, rank, 1)
     spans = list(zip(sent.spans("step"), sent.spans("bucket"), strict=True))
     return {"spans": spans, "rows": len(sent.layouts[0].buckets)}

@@ -129,3 +129,18 @@ def describe(value: Any) -> str:
     if tensors:
         return f"{len(tensors)} tensors of sum {sum(float(tensor.double().sum()) for tensor in tensors)}"
     return str(value)[:300]
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise ValueError("it fails")
+
+
+def raising_in_backward(values: torch.Tensor) -> torch.Tensor:
+    """Return the same values; their backward raises a ValueError, "it fails"."""
+    return _Raises.apply(values)  # type: ignore[no-any-return, no-untyped-call]
