@@ -130,8 +130,7 @@ def main() -> None:
         launches: dict[str, list[Launch]] = results["models"].setdefault(model, {})
         names = ["collector", *faults]
         while len(launches[name := _next(launches, names)]) < options.launches:
-            number = sum(map(len, launches.values()))
-            launches[name].append(launch(Training(MODELS[model], variant(name)), RANKS, options, number))
+            launches[name].append(launch(Training(MODELS[model], variant(name)), RANKS, options))
             keep(results, options.json)
         print(f"\n{MODELS[model].title}:\n\n{table(launches)}", flush=True)
 

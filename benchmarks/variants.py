@@ -45,12 +45,12 @@ class Turn:
     Attributes:
         model: The trained model.
         variants: Number of variants that take turns. Timers go on while a team is stopped, so periods in seconds are
-            multiplied by it: per second of training they then equal the defaults. Batches are completed after the
-            number of steps that train in the time of a flush.
+            multiplied by it: per second of training they then equal the defaults.
         ranks: Number of ranks of each team.
         folder: Folder for all files.
         collector: Address of the collector that `Variant.serve` started.
         device: Device on which the model trains, `cpu` or `cuda`.
+        by_steps: Complete batches after the number of steps that train in the time of a flush, not by a timer.
         phase: Share of a flush that has passed when the measurement begins, 0 to 1. Draw it anew each time: otherwise
             short measurements have fewer batches than their steps deserve.
     """
@@ -62,6 +62,7 @@ class Turn:
     collector: str = NO_COLLECTOR
     phase: float = 0.0
     device: str = "cpu"
+    by_steps: bool = True
 
     def telemetry(self) -> TelemetryConfig:
         """Return the default telemetry, sent to this turn's collector."""
@@ -117,7 +118,9 @@ class Variant:
             steps = _synchronised(steps)
         steps(4)
         if telemetry._process is not None:
-            _pace(telemetry._process, steps, turn)
+            _complete_first(telemetry._process, steps)
+            if turn.by_steps:
+                _complete_by_steps(telemetry._process, steps, turn)
         return steps
 
 
@@ -132,8 +135,8 @@ def _synchronised(steps: Steps) -> Steps:
     return synchronised
 
 
-def _pace(process: telemetry.Telemetry, steps: Steps, turn: Turn) -> None:
-    """Complete batches by steps instead of by seconds, and train until the turn's phase.
+def _complete_first(process: telemetry.Telemetry, steps: Steps) -> None:
+    """Complete some batches.
 
     The first batches of a process take many times longer than later ones: negligible in a training of hours, but most
     of a measurement of seconds. Some batches are therefore completed before.
@@ -146,6 +149,12 @@ def _pace(process: telemetry.Telemetry, steps: Steps, turn: Turn) -> None:
         journal.entries.catch_up()
         time.sleep(0.1)
     exporter._queue._config = config
+
+
+def _complete_by_steps(process: telemetry.Telemetry, steps: Steps, turn: Turn) -> None:
+    """Complete batches by steps instead of by seconds from now on, and train until the turn's phase."""
+    exporter, journal = process._exporter, process._journal
+    config = exporter._queue._config
     emitted, began = exporter.emitted, time.perf_counter()
     steps(2)
     step_s = torch.tensor((time.perf_counter() - began) / 2, device=turn.device)
@@ -153,8 +162,7 @@ def _pace(process: telemetry.Telemetry, steps: Steps, turn: Turn) -> None:
     journal.entries.catch_up()
     records = (exporter.emitted - emitted) / 2
     per_s = 1 / turn.variants / step_s.item()
-    # A pulse checks whether the flush is due, so half its period is subtracted.
-    batch_records = round(records * (config.flush_s - config.pulse_s / 2) * per_s)
+    batch_records = round(records * config.flush_s * per_s)
     exporter._queue._config = replace(config, batch_spans=min(config.batch_spans, max(1, batch_records)))
     exporter._schedule.flush_due = math.inf
     if extra := round(turn.phase * config.flush_s * per_s):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from benchmarks.pairs import ratio
 from benchmarks.source import digest, keep, resumed
+from benchmarks.switched import StoppableClock
 from benchmarks.tables import tables
 
 
@@ -75,3 +77,15 @@ def test_a_rare_burst_counts_in_totals_and_not_in_medians() -> None:
 def test_a_verdict_is_open_where_the_interval_holds_the_limit() -> None:
     slower = ratio([[1.1, 1.12, 1.11] * 5], [[1.0, 1.01, 1.0] * 5])
     assert (slower.verdict(1.0), slower.verdict(1.2), slower.verdict(slower.middle)) == ("fails", "holds", "open")
+
+
+def test_a_stopped_clock_goes_on_where_it_stopped() -> None:
+    with patch("benchmarks.switched.time") as machine:
+        machine.monotonic.return_value, machine.time.return_value = 100.0, 5000.0
+        clock = StoppableClock()
+        clock.stop()
+        machine.monotonic.return_value, machine.time.return_value = 107.0, 5007.0
+        assert (clock.monotonic(), clock.time()) == (100.0, 5000.0)
+        clock.go_on()
+        machine.monotonic.return_value, machine.time.return_value = 108.0, 5008.0
+        assert (clock.monotonic(), clock.time()) == (101.0, 5001.0)
