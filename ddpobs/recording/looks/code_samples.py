@@ -95,7 +95,7 @@ class CodeSamples:
         time_ns, self._last_ns = max(1, now_ns - self._last_ns), now_ns
         if not (journal.thread.paused or self._ended) and journal.forward_places:
             before = self._position()
-            look = self._look_at(list(frames_of(journal.thread.ident_or_main)))
+            look = self._look_now()
             if look is not None and before == self._position():  # Else training went on meanwhile.
                 self._open.append(look._replace(time_ns=time_ns))
         return len(self._looks) >= _FIRST_LOOKS
@@ -127,11 +127,12 @@ class CodeSamples:
         largest = sorted(groups.values(), key=_time_ns, reverse=True)[:_MAX_PLACES]
         return [self._place(looks) for looks in largest]
 
-    def _look_at(self, frames: Sequence[FrameType]) -> _Look | None:
-        """Return a look at these frames, innermost first; None outside of steps."""
+    def _look_now(self) -> _Look | None:
+        """Return a look at the training thread; None outside of steps. In most phases its frames are not needed."""
         journal, phase = self._journal, self._journal.place.slots[Slot.PHASE]
         if phase not in (DATA, OTHER):
             return _Look(journal.forwards, "")
+        frames = list(frames_of(journal.thread.ident_or_main))
         evaluating = journal.evaluation.is_evaluating()
         kind, _ = classify(frames, "", bucket_pending=False, waits_in=journal.waits.name, evaluating=False)
         if kind in _OUTSIDE_OF_STEPS:

@@ -160,6 +160,16 @@ def test_a_quota_that_is_set_later_is_found_at_the_next_look(tmp_path: Path) -> 
     assert (quota.permille, throttled_ns(quota.statistics() or b"")) == (200, 1_234_000)
 
 
+def test_every_eighth_look_of_the_reader_finds_such_a_quota(tmp_path: Path) -> None:
+    reader = CounterReader(CpuQuota(second_version(tmp_path, {"": "max 100000"}, "/")))
+    (tmp_path / "mount" / "cpu.max").write_text("20000 100000")
+    found = []
+    for _ in range(8):
+        reader.look()
+        found.append(reader.quota.permille)
+    assert found == [wire.UNKNOWN] * 7 + [200]
+
+
 def test_without_control_groups_throttling_is_not_known(tmp_path: Path) -> None:
     quota = CpuQuota(tmp_path)
     assert (quota.permille, quota.throttled_ns(), quota.statistics()) == (wire.UNKNOWN, wire.UNKNOWN, b"")
