@@ -37,10 +37,12 @@ def write_totals(store: Store, hosts: int) -> int:
     chance, now_ns = random.Random(1), time.time_ns()
     rows: list[dict[str, object]] = []
     with store._engine.begin() as connection:
-        connection.execute(schema.runs.update().values(workspace=DEFAULT_WORKSPACE, last_seen_ns=now_ns))
+        connection.execute(schema.runs.update().values(workspace=DEFAULT_WORKSPACE))
         runs = connection.execute(select(schema.runs.c.run_id, schema.runs.c.attempt, schema.runs.c.commits)).all()
         for run, attempt, commits in runs:
             began_ns = now_ns - int(chance.random() * 7 * (_WEEKS - 1) * _DAY_NS)
+            seen = schema.runs.update().where(schema.runs.c.run_id == run)
+            connection.execute(seen.values(last_seen_ns=began_ns + _HOUR_NS))
             for number in chance.sample(range(_FLEET), hosts):
                 lost = {part: int(chance.random() * _HOUR_NS / 10) for part in _LOST}
                 rows.append(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from ddpobs.shared.quantities import counted
@@ -44,15 +45,15 @@ class HostComparison:
         self.slow_hosts = [_json(host) for host in slow_hosts(self._jobs(stored))]
         self.missing = self._missing()
 
-    def _jobs(self, stored: Iterable[tuple[str, ComparedHost]]) -> Iterator[list[HostInJob]]:
+    def _jobs(self, stored: Iterable[ComparedHost]) -> Iterator[list[HostInJob]]:
         """Return the hosts of each run's latest attempt whose hosts were compared: a run is one job."""
-        for _, rows in groupby(stored, key=lambda row: row[0]):
-            hosts = [host for _, host in rows]
+        for _, rows in groupby(stored, key=attrgetter("run")):
+            hosts = list(rows)
             compared = [host for host in hosts if host.excess_ratio is not None]
             if compared:
                 self.compared_runs += 1
                 yield [
-                    HostInJob(host.host, host.ranks, host.excess_ratio, host.has_rank_zero)
+                    HostInJob(host.host, host.ranks, host.excess_ratio, bool(host.has_rank_zero))
                     for host in compared
                     if host.attempt == compared[-1].attempt and host.excess_ratio is not None
                 ]

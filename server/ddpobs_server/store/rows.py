@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -269,14 +270,27 @@ class HostTotal:
     excess_ratio: float | None
 
 
-@dataclass(frozen=True)
-class ComparedHost:
-    """The columns of a `HostTotal` that compare a host with the others of its attempt."""
+class HostTotals(NamedTuple):
+    """Columns of `HostTotal`, and the key of each total's run; the totals of a run follow each other."""
 
+    run: Sequence[str]
+    attempt: Sequence[str]
+    host: Sequence[str]
+    began_ns: Sequence[int]
+    wall_ns: Sequence[int]
+    torch: Sequence[str]
+    tags: Sequence[tuple[str, ...]]
+    parts: Sequence[dict[str, float]]
+
+
+class ComparedHost(NamedTuple):
+    """The key of a run, and the columns of a `HostTotal` that compare a host with the others of its attempt."""
+
+    run: str
     attempt: str
     host: str
     ranks: int
-    has_rank_zero: bool
+    has_rank_zero: int
     excess_ratio: float | None
 
 

@@ -32,7 +32,7 @@ from ddpobs_server.store.queries import (
     token_queries,
     workspace_queries,
 )
-from ddpobs_server.store.rows import Aggregates, ComparedHost, HostTotal, LayoutOutline, Run, RunVersion
+from ddpobs_server.store.rows import Aggregates, ComparedHost, HostTotals, LayoutOutline, Run, RunVersion
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
 from ddpobs_server.store.selected_sources import SelectedSources, sources_of_attempt, sources_of_latest
 from ddpobs_server.store.sums import bucket_sums, stored_bins
@@ -254,12 +254,12 @@ class Store:
             outlines = self._outlines.read(connection, sources_of_attempt(run, attempt), _RUN_BUCKETS)
         return [outline for _, outline in outlines]
 
-    def fleet_totals(self, workspace: str, since_ns: int, max_runs: int) -> Iterator[tuple[str, HostTotal]]:
+    def fleet_totals(self, workspace: str, since_ns: int, max_runs: int) -> Iterator[HostTotals]:
         """Totals of runs by host, as `fleet_queries.fleet_totals` has them; the connection is open until the end."""
         with self._engine.connect() as connection:
             yield from fleet_queries.fleet_totals(connection, workspace, since_ns, max_runs)
 
-    def compared_hosts(self, workspace: str, since_ns: int, until_ns: int) -> Iterator[tuple[str, ComparedHost]]:
+    def compared_hosts(self, workspace: str, since_ns: int, until_ns: int) -> Iterator[ComparedHost]:
         """Hosts of ended runs, as `fleet_queries.compared_hosts` has them; the connection is open until the end."""
         with self._engine.connect() as connection:
             yield from fleet_queries.compared_hosts(connection, workspace, since_ns, until_ns)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from ddpobs_server.analysis.account.run_account import Launch, account_of
 from ddpobs_server.analysis.fleet import host_shares
 from ddpobs_server.analysis.fleet.host_shares import host_excess_ratios
-from ddpobs_server.analysis.fleet.regressions import Loss, larger_by_chance, regressions
+from ddpobs_server.analysis.fleet.regressions import Losses, larger_by_chance, regressions
 from ddpobs_server.analysis.fleet.slow_hosts import HostInJob, SlowHost, slow_hosts
 from ddpobs_server.analysis.fleet.sums import WEEK_NS, Sum, week_begin_ns, week_of, week_shares
 from ddpobs_server.analysis.steps.joined_steps import join
@@ -120,15 +119,18 @@ def test_a_small_lateness_and_a_single_host_accuse_none() -> None:
     assert slow_hosts([[HostInJob("a", 1, 0.5)]] * 50) == []
 
 
-def losses(week: int, shares: Any) -> Iterator[Loss]:
-    return (Loss(week, 100.0, 100.0 * share) for share in shares)
+def losses(*weeks: tuple[int, Any]) -> Losses:
+    """Losses of attempts from the shares of each week."""
+    shares = np.concatenate([own for _, own in weeks])
+    week = np.repeat([number for number, _ in weeks], [len(own) for _, own in weeks])
+    return Losses(week, np.full(len(shares), 100.0), 100.0 * shares)
 
 
 def test_a_group_that_loses_more_than_before_is_a_regression() -> None:
     chance = np.random.default_rng(1)
-    before = [loss for week in range(4) for loss in losses(week, chance.uniform(0.05, 0.15, 10))]
+    before = [(week, chance.uniform(0.05, 0.15, 10)) for week in range(4)]
     worse, same = chance.uniform(0.25, 0.35, 10), chance.uniform(0.05, 0.15, 10)
-    groups = {("tag", "nlp"): [*before, *losses(4, worse)], ("tag", "vision"): [*before, *losses(4, same)]}
+    groups = {("tag", "nlp"): losses(*before, (4, worse)), ("tag", "vision"): losses(*before, (4, same))}
     (found,) = regressions(groups)
     assert (found.group, found.week, found.runs, found.runs_before) == (("tag", "nlp"), 4, 10, 40)
     assert found.lost_share == pytest.approx(worse.mean())
@@ -136,8 +138,8 @@ def test_a_group_that_loses_more_than_before_is_a_regression() -> None:
 
 
 def test_too_few_attempts_and_equal_losses_are_no_regression() -> None:
-    few = [*losses(0, [0.1] * 20), *losses(1, [0.9] * 7)]
-    equal = [*losses(0, [0.1] * 20), *losses(1, [0.1] * 20)]
+    few = losses((0, [0.1] * 20), (1, [0.9] * 7))
+    equal = losses((0, [0.1] * 20), (1, [0.1] * 20))
     assert regressions({("tag", "few"): few, ("tag", "equal"): equal}) == []
 
 
@@ -151,17 +153,20 @@ def test_time_is_spread_evenly_over_weeks_that_begin_on_mondays() -> None:
     monday = week_begin_ns(2900)
     assert week_of(monday) == 2900
     assert week_of(monday - 1) == 2899
-    spread = dict(week_shares(monday - WEEK_NS // 2, 2 * WEEK_NS, (2899, 2900)))
-    assert spread == pytest.approx({2899: 0.25, 2900: 0.5})
-    assert dict(week_shares(monday, 0, (2900, 2900))) == {2900: 1.0}
-    assert dict(week_shares(monday, 5, (2901, 2905))) == {}
+    begins, lengths = np.array([monday - WEEK_NS // 2, monday, monday - 5]), np.array([2 * WEEK_NS, 0, 5])
+    shares = week_shares(begins, lengths, (2899, 2900))
+    assert list(zip(*(column.tolist() for column in shares), strict=True)) == [
+        (0, 2899, 0.25),
+        (0, 2900, 0.5),
+        (1, 2900, 1.0),
+        (2, 2899, 1.0),
+    ]
+    assert not len(week_shares(begins, lengths, (2902, 2905)).time)
 
 
 def test_goodput_leaves_out_what_is_not_known() -> None:
-    total = Sum()
-    total.add("a", {"forward": 6, "checkpoint": 2, "not_known": 4}, 0.5)
-    total.add("a", {"forward": 6, "checkpoint": 2}, 0.5)
-    assert (total.runs, total.rank_ns, total.lost_ns, total.goodput) == (1, 10, 4, 0.75)
+    total = Sum(1, {"forward": 6, "checkpoint": 2, "not_known": 2})
+    assert (total.rank_ns, total.lost_ns, total.goodput) == (10, 4, 0.75)
 
 
 def test_an_attempts_parts_are_those_of_its_ranks_on_each_host(monkeypatch: pytest.MonkeyPatch) -> None:

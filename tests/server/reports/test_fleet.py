@@ -14,8 +14,9 @@ from ddpobs_server.operations.fleet_totals import FleetTotals
 from ddpobs_server.reports.fleet import fleet_json
 from ddpobs_server.reports.fleet_figures import FleetFigures
 from ddpobs_server.reports.reports import Reports
-from ddpobs_server.store import DEFAULT_WORKSPACE, Arrival, Store, UnavailableError
+from ddpobs_server.store import DEFAULT_WORKSPACE, Arrival, HostTotal, Store, UnavailableError, schema
 from prometheus_client import CollectorRegistry, generate_latest
+from sqlalchemy import select as select_rows
 
 from ddpobs import wire
 from tests.support.analysis.scenario import Slow, columns, own_times
@@ -68,6 +69,23 @@ def write(store: Store, *runs: str) -> None:
     assert totals.write(NOW_NS) == len(runs)
 
 
+def totals_of(store: Store, run: str) -> list[HostTotal]:
+    """The stored totals of a run."""
+    c = schema.host_totals.c
+    with store._engine.connect() as connection:
+        rows = connection.execute(select_rows(schema.host_totals).where(c.run_id == run).order_by(c.host)).mappings()
+        return [
+            HostTotal(
+                **{name: row[name] for name in ("attempt", "host", "commits", "began_ns", "wall_ns", "ranks", "torch")},
+                has_rank_zero=bool(row["has_rank_zero"]),
+                tags=tuple(msgspec.json.decode(row["tags"])),
+                parts=msgspec.json.decode(row["parts"]),
+                excess_ratio=row["excess_ratio"],
+            )
+            for row in rows
+        ]
+
+
 def report(store: Store, **arguments: Any) -> dict[str, Any]:
     return fleet_json(store, DEFAULT_WORKSPACE, **{"weeks": 4, "now_ns": NOW_NS} | arguments)
 
@@ -75,13 +93,13 @@ def report(store: Store, **arguments: Any) -> dict[str, Any]:
 def test_a_diagnosis_leaves_a_row_for_each_host(store: Store) -> None:
     send(store, "a")
     write(store, "a")
-    rows = list(store.fleet_totals(DEFAULT_WORKSPACE, 0, 10))
-    assert [(run, total.host, total.ranks, total.has_rank_zero) for run, total in rows] == [
-        ("a", "node0", 1, True),
-        ("a", "node1", 1, False),
-        ("a", "node2", 1, False),
+    totals = totals_of(store, "a")
+    assert [(total.host, total.ranks, total.has_rank_zero) for total in totals] == [
+        ("node0", 1, True),
+        ("node1", 1, False),
+        ("node2", 1, False),
     ]
-    first = rows[0][1]
+    first = totals[0]
     assert (first.torch, first.tags, first.wall_ns, first.began_ns) == (
         "2.13",
         ("nlp", "large"),
@@ -89,7 +107,7 @@ def test_a_diagnosis_leaves_a_row_for_each_host(store: Store) -> None:
         NOW_NS - DAY_NS,
     )
     assert first.parts["forward"] == 60 * S
-    ratios = [total.excess_ratio or 0 for _, total in rows]
+    ratios = [total.excess_ratio or 0 for total in totals]
     assert ratios[2] > 0.2
     assert max(ratios[:2]) < 0
 
@@ -162,6 +180,18 @@ def test_other_workspaces_and_older_runs_are_not_summed(store: Store) -> None:
     assert report(store, weeks=12)["runs"] == 1
 
 
+def test_a_page_of_totals_has_whole_runs(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, rows in (("_READ_ROWS", 2), ("_PAGE_ROWS", 1)):
+        monkeypatch.setattr(f"ddpobs_server.store.queries.fleet_queries.{name}", rows)
+    runs = ("c", "a", "b")
+    for number, run in enumerate(runs):
+        send(store, run, received_ns=NOW_NS - DAY_NS - number)
+    write(store, *runs)
+    pages = list(store.fleet_totals(DEFAULT_WORKSPACE, 0, 10))
+    assert [page.run for page in pages] == [("c",) * 3, ("a",) * 3, ("b",) * 3]
+    assert [page.host for page in pages] == [("node0", "node1", "node2")] * 3
+
+
 def test_deleting_a_run_removes_its_totals(store: Store) -> None:
     send(store, "a")
     _, reports = job(store)
@@ -175,10 +205,10 @@ def test_deleting_a_run_removes_its_totals(store: Store) -> None:
 def test_a_comparison_of_hosts_outlives_the_steps(store: Store) -> None:
     send(store, "a")
     write(store, "a")
-    totals = [total for _, total in store.fleet_totals(DEFAULT_WORKSPACE, 0, 10)]
+    totals = totals_of(store, "a")
     without = [replace(total, excess_ratio=None) for total in totals]
     store.write_host_totals("a", without, NOW_NS)
-    assert [total for _, total in store.fleet_totals(DEFAULT_WORKSPACE, 0, 10)] == totals
+    assert totals_of(store, "a") == totals
 
 
 def test_runs_that_nobody_looked_at_are_diagnosed_and_written(store: Store) -> None:

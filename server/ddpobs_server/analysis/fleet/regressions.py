@@ -10,12 +10,14 @@ other", Annals of Mathematical Statistics 18 (1947).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import erfc, sqrt
+from typing import NamedTuple
 
 import numpy as np
 
+from ddpobs.wire import Ints
 from ddpobs_server.analysis.fleet.slow_hosts import FALSE_ALARMS
 from ddpobs_server.analysis.steps.joined_steps import Floats
 
@@ -27,13 +29,18 @@ WEEKS_BEFORE = 4
 """Weeks that a week is compared with."""
 
 
-@dataclass(frozen=True)
-class Loss:
-    """An attempt's loss: its week, its rank time in ns as far as it is known, and the part of it that is lost."""
+class Losses(NamedTuple):
+    """Losses of attempts; all arrays have the shape [attempts].
 
-    week: int
-    rank_ns: float
-    lost_ns: float
+    Attributes:
+        week: Week of each attempt.
+        rank_ns: Its rank time in ns as far as it is known.
+        lost_ns: The part of it that is lost.
+    """
+
+    week: Ints
+    rank_ns: Floats
+    lost_ns: Floats
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ class Regression:
     chance: float
 
 
-def regressions(losses: Mapping[tuple[str, str], Sequence[Loss]]) -> list[Regression]:
+def regressions(losses: Mapping[tuple[str, str], Losses]) -> list[Regression]:
     """Return the groups whose lost share rose in their latest week with enough attempts, the least likely first.
 
     Args:
@@ -75,15 +82,16 @@ def regressions(losses: Mapping[tuple[str, str], Sequence[Loss]]) -> list[Regres
     return found
 
 
-def _compared(group: tuple[str, str], losses: Sequence[Loss]) -> Regression | None:
+def _compared(group: tuple[str, str], losses: Losses) -> Regression | None:
     """Compare a group's latest week with the weeks before; None with too few attempts on a side."""
-    known = [loss for loss in losses if loss.rank_ns > 0]
-    weeks = np.array([loss.week for loss in known], np.int64)
+    known = losses.rank_ns > 0
+    if known.sum() < 2 * MIN_RUNS:
+        return None
+    weeks, rank_ns, lost_ns = (column[known] for column in losses)
     numbers, counts = np.unique(weeks, return_counts=True)
     if not (counts >= MIN_RUNS).any():
         return None
     week = int(numbers[counts >= MIN_RUNS][-1])
-    rank_ns, lost_ns = np.array([(loss.rank_ns, loss.lost_ns) for loss in known]).T
     now, before = weeks == week, (weeks < week) & (weeks >= week - WEEKS_BEFORE)
     if before.sum() < MIN_RUNS:
         return None

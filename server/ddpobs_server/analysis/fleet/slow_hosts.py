@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,8 +38,7 @@ _EQUALS = 5
 """About so many hosts, the first ones, get almost equal shares of `FALSE_ALARMS`."""
 
 
-@dataclass(frozen=True)
-class HostInJob:
+class HostInJob(NamedTuple):
     """A host of a job.
 
     Attributes:
