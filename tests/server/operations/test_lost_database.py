@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,13 +13,14 @@ import httpx
 import pytest
 from ddpobs_server.operations import commands, retention
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import LostDatabaseError, Store
+from ddpobs_server.store import Arrival, LostDatabaseError, Store
 from ddpobs_server.store.database import database_errors, database_lock
 from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
 from benchmarks.rig import databases, patience
 from benchmarks.rig.collector import Collector, collector
+from ddpobs import wire
 from tests.support.server.batches import assert_problem, batch, put, spans, steps
 
 
@@ -129,6 +131,30 @@ def test_a_damaged_database_is_not_ready_and_acknowledges_nothing(tmp_path: Path
             assert_problem(put(running.url, batch("x", seq=seq, steps=steps(2 * seq, 2))), 503)
         assert_problem(httpx.get(f"{running.url}/readyz"), 503)
         assert "ddpobs-server check" in running.log.read_text()
+
+
+def test_damage_that_a_direct_call_of_the_driver_meets_is_remembered(tmp_path: Path) -> None:
+    database = databases.sqlite(tmp_path)
+    Store(database).migrate()
+    file = tmp_path / Path(database).name
+    with sqlite3.connect(file) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        size = connection.execute("PRAGMA page_size").fetchone()[0]
+        roots = connection.execute("SELECT rootpage FROM sqlite_master WHERE tbl_name = 'batches' AND rootpage > 0")
+        pages = [page for (page,) in roots]
+    connection.close()
+    with file.open("r+b") as pages_of_file:
+        for page in pages:
+            pages_of_file.seek((page - 1) * size)
+            pages_of_file.write(os.urandom(size))
+    store = Store(database)
+    sent = wire.decode(wire.encode(batch("x", steps=steps(0, 2))))
+    with pytest.raises(LostDatabaseError, match="damaged") as raised:
+        store.ingest([Arrival(sent, b"", 1, 1)])
+    assert "execute_one" in [frame.name for frame in traceback.extract_tb(raised.tb)]
+    with pytest.raises(LostDatabaseError, match="damaged"):
+        store.ready()
+    store.close()
 
 
 @pytest.mark.parametrize("code", ["XX001", "XX002"])
