@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import auto_cap, causes, citus, communication, crashes, hangs, switched
+from benchmarks import auto_cap, causes, citus, communication, crashes, hangs, ingest_parts, switched
 from benchmarks.broken import FAULTS
 from benchmarks.diagnosis.tables import table as diagnosis_table
 from benchmarks.models import MODELS
@@ -346,6 +346,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "causes": lambda: causes.table(newest("causes")) + "\n",
     "compare": _compare,
     "ingest": _figures("ingest", _INGEST),
+    "ingest-parts": lambda: ingest_parts.table(newest("ingest-parts")),
     "citus": lambda: citus.table(newest("citus")["figures"]) if files("citus") else NOT_MEASURED,
     "job": _figures("job", _JOB),
     "reads": _reads,

@@ -48,6 +48,13 @@ def test_ingest_loses_nothing_and_is_compared_with_rows(tmp_path: Path) -> None:
     assert "a row a span, SQLite alone" in output
 
 
+def test_the_parts_of_ingest_add_up_to_its_processor_time(tmp_path: Path) -> None:
+    output = run("ingest_parts", "--json", str(tmp_path / "results.json"))
+    ns_per_span = json.loads((tmp_path / "results.json").read_text())
+    assert all(ns > 0 for ns in ns_per_span.values())
+    assert f"{sum(ns_per_span.values()):.0f} ns a span" in output
+
+
 def test_scrapes_measures_runs_of_many_ranks_and_many_runs(tmp_path: Path) -> None:
     output = run("scrapes", "--json", str(tmp_path / "results.json"))
     results = json.loads((tmp_path / "results.json").read_text())
