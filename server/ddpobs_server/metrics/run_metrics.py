@@ -12,12 +12,14 @@ from ddpobs.wire import OWN_PHASES, PHASES
 from ddpobs.wire.states import RunState
 from ddpobs_server.metrics.metric import Families, Metric, Render, escape, gauge, histogram
 from ddpobs_server.metrics.run_totals import RunTotals, totals_by_run
-from ddpobs_server.reports.outline import PLACE_CHARACTERS, DiagnosisOutline
+from ddpobs_server.reports.outline import PLACE_CHARACTERS, DiagnosisOutline, FindingOutline
 from ddpobs_server.store import Aggregates, Run
 from ddpobs_server.store.schema import STEP_BOUNDS_S
 
 _EXPOSED = 2 + PHASES.index("exposed_comm")
 _BOUNDS = (*map(str, STEP_BOUNDS_S), "+Inf")
+_EXPLANATION_CHARACTERS = 400
+"""Maximum length of a cause, a place or a remedy in a label."""
 _Rows = Iterator[tuple[object, ...]]
 
 
@@ -82,6 +84,18 @@ def _gains(present: Present) -> _Rows:
         gain = finding.gain["ratio"] if finding.gain else 0.0
         gains[labels] = max(gain, gains.get(labels, 0.0))
     yield from ((*labels, gain) for labels, gain in gains.items())
+
+
+def _failures(present: Present) -> _Rows:
+    """Labels of each finding that has an explanation, once."""
+    findings = present.diagnosis.findings if present.diagnosis else ()
+    rows = dict.fromkeys(_explained(finding) for finding in findings if finding.explanation)
+    yield from ((*labels, 1) for labels in rows)
+
+
+def _explained(finding: FindingOutline) -> tuple[str, ...]:
+    cause, where, remedy = (escape(part, _EXPLANATION_CHARACTERS) for part in finding.explanation)
+    return cause, finding.code, finding.ranks, remedy, finding.severity, escape(finding.verdict), where
 
 
 def _goodput(present: Present) -> _Rows:
@@ -188,6 +202,12 @@ PRESENT: tuple[Metric[Present], ...] = (
         "Gain that a finding predicts, as a share of the step or run; 0 if none.",
         _FINDING,
         _gains,
+    ),
+    gauge(
+        "failure_info",
+        "1; why a rank failed, or why the ranks train apart, with the place and the remedy as labels.",
+        ("cause", "code", "ranks", "remedy", "severity", "title", "where"),
+        _failures,
     ),
     gauge("goodput_ratio", "Time in steps that no restart repeated, as a share of the run's wall time.", (), _goodput),
     gauge("time_share_ratio", "Share of a group of the account in the run's wall time.", ("group",), _time_shares),

@@ -13,6 +13,8 @@ MAX_FINDINGS = 10
 """Findings of a run that are kept one by one: the most severe ones."""
 PLACE_CHARACTERS, _MAX_RANKS = 160, 8
 """Longest place, and maximum ranks, in a text."""
+EXPLAINED = ("crash", "replicas-differ")
+"""Codes whose cause, place and remedy are kept: they stay the same from look to look, as a label must."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class FindingOutline:
         phase: Its phase; empty for none.
         ranks: Its ranks as a text, such as `0, 2 and 7 more`.
         gain: The predicted saving, as in a response; None if it is not known.
+        explanation: Its cause, where it is, and its remedy, of a code in `EXPLAINED`; else empty.
     """
 
     code: str
@@ -34,6 +37,7 @@ class FindingOutline:
     phase: str
     ranks: str
     gain: Any
+    explanation: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,9 @@ class DiagnosisOutline:
 
 def _finding(finding: Mapping[str, Any]) -> FindingOutline:
     code, verdict, severity = finding["code"], finding["verdict"], finding["severity"]
-    return FindingOutline(code, verdict, severity, finding["phase"] or "", _rank_list(finding), finding["gain"])
+    phase, ranks = finding["phase"] or "", _rank_list(finding)
+    explanation = tuple(finding[part] for part in ("cause", "where", "remedy")) if code in EXPLAINED else ()
+    return FindingOutline(code, verdict, severity, phase, ranks, finding["gain"], explanation)
 
 
 def _hang(findings: Any) -> tuple[str, str] | None:

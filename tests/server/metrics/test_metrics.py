@@ -83,6 +83,18 @@ def test_the_most_severe_findings_have_a_series_each_with_rank_phase_and_gain() 
     assert len(lines) == 9  # Of the ten that are considered, two have the same labels.
 
 
+def test_a_crash_has_its_cause_place_and_remedy_as_labels_and_a_straggler_has_none() -> None:
+    parts = {"cause": 'ValueError: "x"', "where": "host n1", "remedy": "Correct the error."}
+    findings = [finding("crash", [1], None) | parts, finding("straggler", [1], 0.2) | parts]
+    run = Mock()
+    run.name = "r"
+    unknown: dict[str, Any] = {"missing": [], "verdict": "", "summary": "", "goodput": None, "time_shares": {}}
+    diagnosis = DiagnosisOutline.of({"findings": findings} | unknown)
+    labels = 'cause="ValueError: \\"x\\"",code="crash",ranks="1",remedy="Correct the error.",run="r"'
+    labels += ',severity="warning",title="crash: 50 %",where="host n1"'
+    assert render_present(run, "failed", diagnosis)["failure_info"].decode() == f"ddpobs_failure_info{{{labels}}} 1\n"
+
+
 def test_the_addresses_of_page_and_grafana_are_labels(tmp_path: Path) -> None:
     with collector(tmp_path, public_url="https://ddpobs.example/", grafana_url="https://grafana.example") as running:
         text = httpx.get(f"{running.url}/metrics", params={"only": "collector"}).text
