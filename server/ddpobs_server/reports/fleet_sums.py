@@ -1,7 +1,7 @@
 """Sums over the totals of all runs of a workspace, for the fleet report.
 
 Totals are added in pages while they are read, so that memory grows with the hosts, tags and versions, and hardly with
-the runs. A page's work is done on arrays: one total at a time takes four times as long.
+the runs. Work on a page is done on arrays: one total at a time takes three times as long.
 """
 
 from __future__ import annotations
