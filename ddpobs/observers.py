@@ -74,6 +74,18 @@ class OwnWait(Protocol):
         ...
 
 
+class _Unrecorded:
+    def wait_began(self) -> None:
+        pass
+
+    def wait_ended(self) -> None:
+        pass
+
+
+UNRECORDED: OwnWait = _Unrecorded()
+"""Takes the waits for collectives that a door stamps where it launches them: they cost no call of telemetry."""
+
+
 class GradientSource(Protocol):
     """Follows the gradients of one module.
 

@@ -19,17 +19,16 @@ import torch.distributed as dist
 from ddpobs import config as settings
 from ddpobs import telemetry, wire
 from ddpobs.deepspeed.class_patches import ENGINE_MODULE, EnginePatches
-from ddpobs.deepspeed.passes import OtherTransfer, Pass, Stamped, Transfer, Unrecorded
+from ddpobs.deepspeed.passes import OtherTransfer, Pass, Stamped, Transfer
 from ddpobs.deepspeed.rows import GATHER, GATHER_AGAIN, GATHER_UPDATED, MAX_ROWS, Key, Rows
 from ddpobs.errors import DdpobsError
 from ddpobs.never_raises import goes_on_without, never_raises
-from ddpobs.observers import ModuleObserver
+from ddpobs.observers import UNRECORDED, ModuleObserver
 from ddpobs.torch_seam.modes import unseen
 from ddpobs.torch_seam.patching import skip_in_dynamo
 
 _attachments: weakref.WeakKeyDictionary[Any, EngineAttachment] = weakref.WeakKeyDictionary()
 _patches = EnginePatches(_attachments)
-_UNRECORDED = Unrecorded()
 _GATHERS = {"forward": GATHER, "backward": GATHER_AGAIN, "optimizer": GATHER_UPDATED}
 _MAX_PASSES = 1024
 """Passes that are kept until the optimizer's step, as micro-batches of one step."""
@@ -158,7 +157,7 @@ class EngineAttachment:
     def communicate(self, kind: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
         """Stamp a collective of the engine's."""
         transfer = self._start(kind, arguments)
-        self._recorder.own_wait(_UNRECORDED)
+        self._recorder.own_wait(UNRECORDED)
         try:
             work = call()
         finally:
@@ -301,7 +300,7 @@ class StampedWork:
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         """Wait as the work does."""
         self._transfer.wait_began()
-        self._recorder.own_wait(_UNRECORDED)
+        self._recorder.own_wait(UNRECORDED)
         try:
             return self._work.wait(*args, **kwargs)
         finally:

@@ -86,13 +86,3 @@ class OtherTransfer:
 
 
 Stamped = Transfer | OtherTransfer
-
-
-class Unrecorded:
-    """Takes the waits for a collective that is stamped where it is launched and waited for."""
-
-    def wait_began(self) -> None:
-        """Do nothing."""
-
-    def wait_ended(self) -> None:
-        """Do nothing."""

@@ -18,10 +18,10 @@ from ddpobs import config as settings
 from ddpobs import telemetry, wire
 from ddpobs.errors import DdpobsError
 from ddpobs.fsdp.class_patches import UnitPatches
-from ddpobs.fsdp.passes import AllReduceWait, OtherTransfer, Pass, Stamped, Transfer, Unrecorded
+from ddpobs.fsdp.passes import AllReduceWait, OtherTransfer, Pass, Stamped, Transfer
 from ddpobs.fsdp.units import GATHER, GATHER_AGAIN, REDUCE, SCATTER, UnitLayout
 from ddpobs.never_raises import goes_on_without, never_raises
-from ddpobs.observers import ModuleObserver
+from ddpobs.observers import UNRECORDED, ModuleObserver
 from ddpobs.torch_seam import fully_shard
 from ddpobs.torch_seam.interpreter_exit import rest_at_exit, stay_in_interpreter
 from ddpobs.torch_seam.modes import unseen
@@ -30,7 +30,6 @@ from ddpobs.torch_seam.patching import skip_in_dynamo
 _by_root: weakref.WeakKeyDictionary[Any, FullyShardedAttachment] = weakref.WeakKeyDictionary()
 _by_unit: weakref.WeakKeyDictionary[Any, FullyShardedAttachment] = weakref.WeakKeyDictionary()
 _patches = UnitPatches(_by_root, _by_unit)
-_UNRECORDED = Unrecorded()
 _MAX_PASSES = 1024
 """Passes without a reduction that are kept, as micro-batches of one step. Not every forward has a backward."""
 _SETTINGS: dict[str, wire.Scalar] = {"reducer": "fully_shard"}
@@ -138,7 +137,8 @@ class FullyShardedAttachment:
 
     def forward_began(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Record that the root's forward was called."""
-        self._report_layout()
+        if self._layout is None:
+            self._report_layout()
         self.forwards += torch.is_grad_enabled()
         self._recorder.forward_began(inputs, named)
         if self._recorder.waits_for_forward:
@@ -151,7 +151,7 @@ class FullyShardedAttachment:
         unit._all_gather_comm = _Stamped(
             comm, lambda: self._start(unit, kind) if is_trained else OtherTransfer(self._recorder)
         )
-        self._recorder.own_wait(_UNRECORDED)
+        self._recorder.own_wait(UNRECORDED)
         try:
             return call()
         finally:
@@ -163,7 +163,7 @@ class FullyShardedAttachment:
         if not fully_shard.is_gathering(unit):
             return call()
         self._wait_for_gather(unit)
-        self._recorder.own_wait(_UNRECORDED)
+        self._recorder.own_wait(UNRECORDED)
         try:
             return call()
         finally:
@@ -179,7 +179,7 @@ class FullyShardedAttachment:
         unit._reduce_scatter_comm = _Stamped(
             comm, lambda: self._start(unit, SCATTER, ready), lambda: self._recorder.own_wait(reduction)
         )
-        self._recorder.own_wait(_UNRECORDED if fully_shard.shards(unit) else reduction)
+        self._recorder.own_wait(UNRECORDED if fully_shard.shards(unit) else reduction)
         try:
             return call()
         finally:
@@ -204,7 +204,8 @@ class FullyShardedAttachment:
     @never_raises
     def _start(self, unit: Any, kind: str, ready: Any = 0) -> Stamped | None:
         """Begin to stamp a collective; None if its row is not in the layout."""
-        self._report_layout()
+        if self._layout is None:
+            self._report_layout()
         row = None if self._layout is None else self._layout.rows.get((id(unit), kind))
         if self._layout is None or row is None:
             return None
@@ -287,7 +288,7 @@ class FullyShardedAttachment:
     def _report_layout(self) -> None:
         """Report the units once torch knows their names and types."""
         state = self._state()
-        if self._layout is None and state is not None and fully_shard.is_initialised(state):
+        if state is not None and fully_shard.is_initialised(state):
             self._layout = UnitLayout([unit for each in self._units if (unit := each()) is not None])
             self._recorder.layout(self._layout.buckets, "fully_shard")
             self._follow_gradients()

@@ -97,13 +97,3 @@ class AllReduceWait:
         """Stamp the completion."""
         if self._transfer is not None:
             self._transfer.ended()
-
-
-class Unrecorded:
-    """Takes the waits for a collective that is stamped where it is launched."""
-
-    def wait_began(self) -> None:
-        """Do nothing."""
-
-    def wait_ended(self) -> None:
-        """Do nothing."""

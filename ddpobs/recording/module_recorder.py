@@ -22,6 +22,8 @@ from ddpobs.recording.unused_names import UnusedNames
 from ddpobs.steps.backward_record import BackwardRecord
 from ddpobs.torch_seam.modes import unseen
 
+_MODULE, _BUCKET = int(Slot.MODULE), int(Slot.BUCKET)
+"""Plain numbers, because a member of an enumeration is slow as an index."""
 _LOCAL_STRATEGIES = ("post_localSGD_hook",)
 """Communication hooks that let the replicas part on purpose."""
 
@@ -124,7 +126,7 @@ class ModuleRecorder:
     def bucket_launched(self, bucket: int) -> None:
         """Store the bucket launched last into the process's place, `wire.UNKNOWN` at the begin of a backward."""
         slots = self._journal.place.slots
-        slots[Slot.MODULE], slots[Slot.BUCKET] = self.index, bucket
+        slots[_MODULE], slots[_BUCKET] = self.index, bucket
 
     def finished(self, record: BackwardRecord) -> None:
         """Record the end of a backward: all waits for its buckets are over."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import _functional_collectives as functional
 
+from ddpobs.observers import UNRECORDED
 from ddpobs.recording.journal import Journal
 from ddpobs.torch_seam.collectives import python_groups
 from ddpobs.torch_seam.modes import unseen
@@ -81,6 +82,8 @@ class CollectiveHooks:
         waits, elsewhere = self._waits, self._marked_elsewhere(original)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
+            if waits.own is UNRECORDED:
+                return original(*args, **kwargs)
             began = waits.collective_wait_began(torch._C._current_graph_task_id() >= 0, args[0])
             if began is None:
                 return elsewhere(*args, **kwargs)
@@ -169,6 +172,8 @@ class CollectiveHooks:
         reduces = original.__name__ in _ALL_REDUCES
 
         def timed(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if waits.own is UNRECORDED:
+                return original(group, *args, **kwargs)
             waits.collective_began(name, group)
             elements = _elements(args) if waits.own is None else 0  # Those of a door's own are not the user's.
             waits.collective_elements += elements
