@@ -317,6 +317,10 @@ def test_the_fleet_page_sums_up_the_runs(browser: Any, tmp_path: Path) -> None:
         expect(visit.page.locator("#slow-hosts li")).to_have_count(0)
         expect(visit.page.locator("#slow-note")).to_have_text("Not known: no run has several hosts to compare.")
         expect(visit.page.locator("#unknown-regression")).to_be_visible()
+        visit.page.set_viewport_size({"width": 390, "height": 844})
+        broken = "[...document.querySelectorAll('#by_host th')].filter((head) => head.offsetHeight > 70).length"
+        assert visit.page.evaluate(broken) == 0  # No heading is broken within a word.
+        visit.page.set_viewport_size({"width": 1280, "height": 1000})
         expect(visit.page.locator("#no-regression")).to_be_hidden()
         assert visit.errors == []
         fleet = httpx.get(f"{running.url}/api/v1/fleet").json()
