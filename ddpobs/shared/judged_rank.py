@@ -11,7 +11,7 @@ from ddpobs.wire.pulse import Pulse
 _LONG_NS = 600_000_000_000
 """A checkpoint or a compilation counts as progress for at most this long."""
 _LOOK_NS = 4_000_000_000
-"""A rank that stands still looks up the processes of its host at each pulse, and sends what it saw with the next one."""
+"""A rank that stands still looks up its host's processes at each pulse, and sends what it saw with the next one."""
 _WAITS = ("bucket", "collective")
 _BUSY = ("checkpoint", "compile")
 
