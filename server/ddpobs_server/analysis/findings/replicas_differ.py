@@ -128,7 +128,6 @@ def _finding(evidence: Evidence, module: int, steps: tuple[int, int], difference
     names = list(dict.fromkeys(name for difference in differences for name in difference.names))
     ranks = sorted({rank for difference in differences for rank in difference.ranks})
     parts = {difference.part for difference in differences}
-    since = f"after step {equal_until}, at the latest in step {step}" if equal_until >= 0 else f"step {step} or before"
     if module in {exchanged for _, exchanged in exchanges_of(evidence)}:
         cause, remedy = "the script's own collectives did not make the parameters equal", _EXCHANGE
     elif "gradients" in parts:
@@ -142,7 +141,7 @@ def _finding(evidence: Evidence, module: int, steps: tuple[int, int], difference
         severity="critical",
         verdict="The ranks' replicas of the model differ",
         measure=f"{len(names)} tensor{'s' * (len(names) != 1)} on {format_ranks(ranks)}",
-        when=f"since {since}",
+        when=_since(equal_until, step),
         cause=cause,
         where=evidence.where(ranks, first_names(names)),
         remedy=remedy,
@@ -173,3 +172,9 @@ _OPTIMIZER = (
 _BUFFERS = (
     "Look for code that writes buffers on one rank. If the buffers are meant to differ, set broadcast_buffers=False."
 )
+
+
+def _since(equal_until: int, step: int) -> str:
+    if equal_until < 0:
+        return f"since step {step} or before"
+    return f"since step {step}" if step == equal_until + 1 else f"since a step from {equal_until + 1} to {step}"

@@ -35,6 +35,7 @@ def test_a_parameter_that_differs_after_the_optimizer_is_named_with_its_ranks_an
     samples += [(rank, fingerprint(1000, [1, 2], [3, 9 if rank == 1 else 4], [5])) for rank in range(3)]
     finding = only(replicas_differ(evidence(fingerprints=samples)))
     assert (finding.ranks, finding.parameters, finding.steps) == ([1], ["a.bias"], (0, 1000))
+    assert finding.when == "since a step from 1 to 1000"
     assert facts_of(ReplicasDifferFacts, finding).parts == ["parameters"]
     assert "gradients agree, parameters differ" in finding.cause
 
@@ -45,6 +46,7 @@ def test_gradients_that_differ_point_before_the_optimizer_and_buffers_to_themsel
     buffers = [(rank, fingerprint(0, [1, 2], [3, 4], [5 + rank])) for rank in range(2)]
     finding = only(replicas_differ(evidence(fingerprints=buffers)))
     assert (finding.parameters, facts_of(ReplicasDifferFacts, finding).parts) == (["bn.mean"], ["buffers"])
+    assert finding.when == "since step 0 or before"
 
 
 def test_shards_are_compared_among_the_ranks_that_hold_the_same_ones() -> None:
