@@ -96,7 +96,7 @@ def _by_step(transfers: Transfers) -> wire.Ints | str:
     Steps that lack a bucket are left out.
     """
     if not len(transfers):
-        return "no step has bucket spans of all ranks"
+        return "no step in which the ranks can be compared has bucket spans of all of them"
     if len(np.unique(transfers.module)) > 1:
         return "the run has several DDP modules, whose buckets share the link: not replayed"
     buckets = int(transfers.bucket.max()) + 1
