@@ -69,8 +69,6 @@ class Pictures:
     ) -> tuple[str, str]:
         """Return a page with the findings and all pictures that needs no other file, and the nonce of its scripts.
 
-        Without a step it leaves pictures of steps out that have nothing to draw.
-
         Args:
             run: Key of the run.
             attempt: The attempt.
@@ -81,10 +79,5 @@ class Pictures:
         from ddpobs_server.figures.report_page import report_page
 
         diagnosis = self._reports.diagnostics(run, attempt)
-        made = [
-            (kind, self.picture(run, attempt, kind.name, Selection(legend=_REPORT_LEGEND)))
-            for kind in figure_kinds().values()
-        ]
-        has_steps = bool(diagnosis["steps_seen"])
-        pictures = [picture for kind, picture in made if has_steps or picture["item"] or not kind.selection]
+        pictures = [self.picture(run, attempt, name, Selection(legend=_REPORT_LEGEND)) for name in figure_kinds()]
         return report_page(run.rpartition("/")[2], address, facts, diagnosis, pictures, tables=tables)
