@@ -107,6 +107,7 @@ def _claims(axes: Axes, experiment: Experiment, model: str, found: dict[str, Lau
     """Draw the band of each claim around its variant; an endless one ends at the slowest step."""
     titles = _in_order(experiment, found)
     slowest_s = max(max(map(max, batch_s(experiment, title, found[title]))) for title in titles)
+    sources = set[str]()
     for claim in experiment.claims_about(model, found):
         base = claim.base or experiment.variants[0].title
         base_s = float(np.median(np.concatenate(batch_s(experiment, base, found[base]))))
@@ -119,8 +120,9 @@ def _claims(axes: Axes, experiment: Experiment, model: str, found: dict[str, Lau
             fill=False,
             hatch="..",
             linestyle="--",
-            label=claim.source,
+            label=None if claim.source in sources else claim.source,
         )
+        sources.add(claim.source)
 
 
 def main() -> None:

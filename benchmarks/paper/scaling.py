@@ -99,6 +99,8 @@ def _median_s(found: dict[str, Launches], title: str) -> float:
 
 def draw_scaling(axes: Axes, found: dict[str, Launches]) -> None:
     """Draw predicted lines with their intervals, measured batches beside them, and the claims."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     alone_s = _median_s(found, _ALONE)
     for number, (line, (style, marker)) in enumerate(zip(LINES, _STYLES, strict=True)):
         middle, low, high = together(found[_BASE], line).T
@@ -122,8 +124,9 @@ def draw_scaling(axes: Axes, found: dict[str, Launches]) -> None:
     double: dict[str, Any] = {"color": "black", "markerfacecolor": "white", "markersize": 16}
     axes.plot([RANKS[-1]], [_DOUBLE * alone_s], "*", **double, label="5.3 (unchecked): twice at 256 GPUs")
     axes.set_yscale("log")
-    for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        axis("{x:g}")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xscale("log", base=2)
     axes.set_xticks([1, *RANKS], [str(ranks) for ranks in (1, *RANKS)])
     axes.set_xlabel("ranks")
