@@ -86,7 +86,8 @@ def _collector_on(fresh: databases.Fresh, folders: pytest.TempPathFactory) -> Ab
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with collector(tmp_path_factory.mktemp("page")) as running:
+    """A collector with a run that stays running, however long a busy machine takes."""
+    with collector(tmp_path_factory.mktemp("page"), lost_after_s=3600, stalled_after_s=3600) as running:
         for rank in range(2):
             put(running.url, batch("picture", rank, slow=rank == 1, host=EVIL))
         yield running.url
