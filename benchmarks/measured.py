@@ -23,7 +23,7 @@ from benchmarks.models import MODELS
 from benchmarks.pairs import Ratio, ratio
 from benchmarks.paper import losses, operations, order, readiness, scaling
 from benchmarks.paper.experiments import EXPERIMENTS
-from benchmarks.paper.tables import claims, memory
+from benchmarks.paper.tables import CLAIMS_HEAD, claims, memory
 from benchmarks.tables import compare, rows_of
 from benchmarks.whatif import __main__ as whatif
 
@@ -329,9 +329,14 @@ def _costs(read: dict[str, float]) -> list[str]:
     return [f"{read[name]:,.1f}" for name in ("mb", "processor_s", "peak_mb")]
 
 
-def _paper(experiment: str, table: Callable[[dict[str, Any]], str] = claims) -> str:
-    found = files(f"paper/{experiment}")
-    return table(json.loads(found[-1].read_text())) if found else NOT_MEASURED
+def _paper(experiment: str, table: Callable[[dict[str, Any]], str]) -> str:
+    return table(newest(f"paper/{experiment}")) if files(f"paper/{experiment}") else NOT_MEASURED
+
+
+def _claims() -> str:
+    measured = [newest(f"paper/{name}") for name in EXPERIMENTS if files(f"paper/{name}")]
+    rows = [row for results in measured for row in claims(results)]
+    return rows_of(CLAIMS_HEAD, rows + losses.claims(newest("paper/convergence")["found"]))
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -360,14 +365,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "diagnosis-cases": lambda: _diagnosis(0),
     "diagnosis-sums": lambda: _diagnosis(1),
     "diagnosis-alarms": lambda: _diagnosis(2),
-    **{f"paper-{experiment}": partial(_paper, experiment) for experiment in EXPERIMENTS},
+    "paper-claims": _claims,
     "paper-predictions": partial(_paper, "scaling", scaling.predictions),
     "paper-operations": partial(_paper, "operations", operations.table),
     "paper-readiness": partial(_paper, "readiness", readiness.table),
     "paper-servers": partial(_paper, "servers", communication.traffic),
     "paper-order": lambda: order.table(newest("paper/order")["found"]),
     "paper-memory": partial(_paper, "unused", memory),
-    "paper-convergence": lambda: losses.claims(newest("paper/convergence")["found"]),
 }
 
 

@@ -24,9 +24,10 @@ from benchmarks.faults.launch import ranks_of
 from benchmarks.links import INTERFACE, LinkError, Links, address, links
 from benchmarks.paper import scaling
 from benchmarks.paper.experiments import EXPERIMENTS, Variant
-from benchmarks.paper.tables import claims, table
+from benchmarks.paper.tables import CLAIMS_HEAD, claims, table
 from benchmarks.rig import patience
 from benchmarks.source import facts, keep, resumed
+from benchmarks.tables import rows_of
 from benchmarks.two_nodes import ON_LINK, mpiexec
 
 SCRIPT = Path(__file__).with_name("training.py")
@@ -125,7 +126,7 @@ def main() -> None:
         measure(options, results)
     except LinkError as error:
         sys.exit(f"benchmarks.paper: {error}")
-    print(table(results) + "\n" + claims(results))
+    print(table(results) + "\n" + rows_of(CLAIMS_HEAD, claims(results)))
     if options.experiment == "scaling":
         print(scaling.predictions(results))
 

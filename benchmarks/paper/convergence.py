@@ -26,7 +26,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from benchmarks.paper.losses import BLOCK, Found, claims, table
+from benchmarks.paper.tables import CLAIMS_HEAD
 from benchmarks.source import facts, keep
+from benchmarks.tables import rows_of
 from benchmarks.teams import Steps, Team
 from ddpobs import DistributedDataParallel
 
@@ -138,7 +140,7 @@ def main() -> None:
             team.disband()
         keep(results, options.json)
         print(f"seed {seed + 1} of {options.seeds}", file=sys.stderr, flush=True)
-    print(table(found) + "\n" + claims(found))
+    print(table(found) + "\n" + rows_of(CLAIMS_HEAD, claims(found)))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def table(found: Found) -> str:
     return rows_of(["", "", "last loss", f"of {_FIRST}", "digits read, points more"], rows)
 
 
-def claims(found: Found) -> str:
+def claims(found: Found) -> list[list[str]]:
     """Return a row for each claim with its verdict, and one for each strategy with fewer bits."""
     rows = []
     for batch, trainings in found.items():
@@ -57,8 +57,8 @@ def claims(found: Found) -> str:
             verdict = "holds"
         else:
             verdict = "does not hold here" if measured.high < low or measured.low > high else "open"
-        rows.append([source, f"digits, {batch}", f"{title}: {measured}", verdict])
+        rows.append([source, f"digits, {batch}", f"{title}, of {_FIRST}: {measured}", verdict])
         for name in [name for name in _FEWER_BITS if name in trainings]:
-            cell = f"{name}: {against_first(trainings, name)}"
+            cell = f"{name}, of {_FIRST}: {against_first(trainings, name)}"
             rows.append(["6.2.3: fewer bits (no figure is claimed)", f"digits, {batch}", cell, ""])
-    return rows_of(["claim", "measured with", f"last loss, of {_FIRST}", ""], rows)
+    return rows

@@ -11,6 +11,8 @@ from benchmarks.paper.experiments import EXPERIMENTS, Claim, Experiment
 from benchmarks.paper.models import PAPER_MODELS
 from benchmarks.tables import rows_of
 
+CLAIMS_HEAD = ["claim", "measured with", "a batch, or the last loss", ""]
+"""Head of a table of claims."""
 FORWARD, BACKWARD, OPTIMIZER, STEP = range(4)
 """Columns of a launch's seconds."""
 Launches = list[dict[str, Any]]
@@ -63,16 +65,18 @@ def table(results: dict[str, Any]) -> str:
     return rows_of(head, rows)
 
 
-def claims(results: dict[str, Any]) -> str:
+def claims(results: dict[str, Any]) -> list[list[str]]:
     """Return a row for each claim on each link, with its verdict. A claim about another model has none."""
     experiment = EXPERIMENTS[results["experiment"]]
     rows = []
     for setting, found in results["settings"].items():
         for claim in experiment.claims_about(setting.partition(", ")[0], found):
             measured = against(experiment, found, claim.variant, claim.base)
-            of = f", of {claim.base}" if claim.base else ""
-            rows.append([claim.source, place(setting), f"{claim.variant}{of}: {measured}", verdict(claim, measured)])
-    return rows_of(["claim", "measured with", f"a batch, of {experiment.variants[0].title}", ""], rows)
+            base = claim.base or experiment.variants[0].title
+            rows.append(
+                [claim.source, place(setting), f"{claim.variant}, of {base}: {measured}", verdict(claim, measured)]
+            )
+    return rows
 
 
 def memory(results: dict[str, Any]) -> str:
