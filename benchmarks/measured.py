@@ -283,7 +283,8 @@ def _soak() -> str:
         ["most memory in each half, MB", f"{found['first_half_mb']:.0f}, {found['second_half_mb']:.0f}"],
         ["internal errors", f"{sum(found['strange'].values())}"],
     ]
-    rows += [[f"neighbour {kind}, %", change(Ratio(**value))] for kind, value in found["neighbour"].items()]
+    kinds = {"beside over elsewhere": "beside that load", "alone once more": "alone once more (the noise)"}
+    rows += [[f"a neighbour, {kinds[kind]}, %", change(Ratio(**found["neighbour"][kind]))] for kind in kinds]
     return rows_of(["", ""], rows)
 
 
@@ -318,8 +319,13 @@ def _extremes() -> str:
     head = [""]
     for count in (f"{found['ranks']:,} ranks", f"{found['buckets']:,} buckets"):
         head += [f"{count}: response, MB", "processor time, s", "growth of memory, MB"]
-    rows = [[title, *(cell for side in sides for cell in _costs(side[title]))] for title in sides[0]]
+    costly = [title for title in sides[0] if any(_is_costly(side[title]) for side in sides)]
+    rows = [[title, *(cell for side in sides for cell in _costs(side[title]))] for title in costly]
     return rows_of(head, rows)
+
+
+def _is_costly(read: dict[str, float]) -> bool:
+    return read["status"] != 200 or read["processor_s"] > 3
 
 
 def _costs(read: dict[str, float]) -> list[str]:
@@ -352,7 +358,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "compare": _compare,
     "ingest": _figures("ingest", _INGEST),
     "ingest-parts": lambda: ingest_parts.table(newest("ingest-parts")),
-    "citus": lambda: citus.table(newest("citus")["figures"]) if files("citus") else NOT_MEASURED,
+    "citus": lambda: citus.table(newest("citus")["figures"], with_reads=False) if files("citus") else NOT_MEASURED,
     "job": _figures("job", _JOB),
     "reads": _reads,
     "peaks": _peaks,
