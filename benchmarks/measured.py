@@ -341,8 +341,12 @@ def _paper(experiment: str, table: Callable[[dict[str, Any]], str]) -> str:
 
 def _claims() -> str:
     measured = [newest(f"paper/{name}") for name in EXPERIMENTS if files(f"paper/{name}")]
-    rows = [row for results in measured for row in claims(results)]
-    return rows_of(CLAIMS_HEAD, rows + losses.claims(newest("paper/convergence")["found"]))
+    rows = [row for results in measured for row in claims(results)] + losses.claims(
+        newest("paper/convergence")["found"]
+    )
+    return rows_of(
+        CLAIMS_HEAD, [[source.partition(":")[0], *cells] for source, *cells in rows]
+    )  # The page has the claims.
 
 
 TABLES: dict[str, Callable[[], str]] = {
