@@ -24,7 +24,7 @@ def is_right(result: Result) -> bool:
 
 
 def table(results: list[Result]) -> str:
-    """Return Markdown: a row for each case, sums by the size of the delay, and false alarms."""
+    """Return Markdown: a row for each kind of fault, sums by the size of the delay, and false alarms."""
     return "\n\n".join([_cases(results), _sums(results), _alarms(results)])
 
 
@@ -34,8 +34,8 @@ def _cases(results: list[Result]) -> str:
         "|---|---|---|---|---|---|",
     ]
     plain: dict[str, int] = {}
-    for case in sorted({result["case"] for result in results}):
-        runs = [result["fault"] for result in results if result["case"] == case]
+    for case in sorted(set(map(_kind, results))):
+        runs = [result["fault"] for result in results if _kind(result) == case]
         wrong = Counter(first for run in runs if (first := _first_wrong(run)))
         other = sum(bool(run["other_alarms"]) for run in runs)
         counts = {_WRONG[question]: count for question, count in wrong.items()}
@@ -51,6 +51,12 @@ def _cases(results: list[Result]) -> str:
     if plain:
         lines.append(f"| {', '.join(plain)} | {sum(plain.values())} | {sum(plain.values())} | | | |")
     return "\n".join(lines)
+
+
+def _kind(result: Result) -> str:
+    """The fault; delays of 10 % and more of one phase are one kind, such as "data 10 % and more"."""
+    phase, _, size = result["case"].rpartition(" ")
+    return f"{phase} 10 % and more" if size in ("10%", "20%", "50%") else result["case"]
 
 
 def _first_wrong(run: dict[str, Any]) -> str:

@@ -67,11 +67,14 @@ def test_the_tables_count_what_is_right_and_what_is_a_false_alarm() -> None:
         [
             result({"named": True, "phase": True, "stated_ratio": 1.05}),
             result({"named": False}, alarm=True),
+            result({"named": True, "phase": True}, share=0.2) | {"case": "backward 20%"},
+            result({"named": True, "phase": True, "steps_until_named": 40}, share=0.05) | {"case": "backward 5%"},
         ]
     )
-    assert "| backward 10% | 2 | 1 | not named 1 |" in text
-    assert "| all | 10 % and more | 2 | 1 (50%) | 1 of 1 |" in text
-    assert "| disturbed 0% to 10% | 2 | 1 | straggler (own-work) 1 | 0 |" in text
+    assert "| backward 10 % and more | 3 | 2 | not named 1 |" in text
+    assert "| backward 5% | 1 | 1 |" in text
+    assert "| all | 10 % and more | 3 | 2 (67%) | 1 of 1 |" in text
+    assert "| disturbed 0% to 10% | 4 | 1 | straggler (own-work) 1 | 0 |" in text
 
 
 @pytest.mark.parametrize("case", CASES)
