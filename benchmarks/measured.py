@@ -319,13 +319,9 @@ def _extremes() -> str:
     head = [""]
     for count in (f"{found['ranks']:,} ranks", f"{found['buckets']:,} buckets"):
         head += [f"{count}: response, MB", "processor time, s", "growth of memory, MB"]
-    costly = [title for title in sides[0] if any(_is_costly(side[title]) for side in sides)]
-    rows = [[title, *(cell for side in sides for cell in _costs(side[title]))] for title in costly]
+    costly = sorted(sides[0], key=lambda title: max(side[title]["processor_s"] for side in sides))[-4:]
+    rows = [[title, *(cell for side in sides for cell in _costs(side[title]))] for title in reversed(costly)]
     return rows_of(head, rows)
-
-
-def _is_costly(read: dict[str, float]) -> bool:
-    return read["status"] != 200 or read["processor_s"] > 3
 
 
 def _costs(read: dict[str, float]) -> list[str]:
