@@ -101,6 +101,8 @@ class Evidence:
         pulses: Latest heartbeat by rank; `Pulse.at_ns` is on that rank's monotonic clock.
         stuck_pulses: Last pulse by rank in which it was stuck; a rank may have gone on since.
         silent_ns: Time since each rank's last batch, on the collector's clock.
+        last_batch_ns: Arrival of each rank's last batch, Unix time on the collector's clock; no entry without a batch.
+        is_lost: Whether the ranks sent pulses, and none sends any more, without a failure or an interrupt.
         ended: How each rank ended: `finished`, `interrupted`, `failed`, or empty while it runs.
         fingerprints: (rank, fingerprint) of the sampled steps.
         account: Account of the run's wall time; for an earlier attempt, of that attempt alone.
@@ -136,6 +138,8 @@ class Evidence:
     pulses: dict[int, wire.Pulse] = field(default_factory=dict)
     stuck_pulses: dict[int, wire.Pulse] = field(default_factory=dict)
     silent_ns: dict[int, int] = field(default_factory=dict)
+    last_batch_ns: dict[int, int] = field(default_factory=dict)
+    is_lost: bool = False
     ended: dict[int, str] = field(default_factory=dict)
     fingerprints: list[tuple[int, wire.Fingerprint]] = field(default_factory=list)
     account: RunAccount | None = None

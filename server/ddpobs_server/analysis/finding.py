@@ -18,7 +18,7 @@ _MAX_ERROR_RATIO = 0.5
 _MIN_WHOLE = 0.005
 """Minimum error that is stated in whole percent: a smaller one would be written as 0."""
 _ORDER = {"critical": 0, "warning": 1, "info": 2}
-_FIRST = ("crash", "hang", "not-reduced", "replicas-differ")
+_FIRST = ("crash", "hang", "lost", "not-reduced", "replicas-differ")
 """Codes that come before all others of their severity: the run does not train, or trains the wrong model."""
 
 

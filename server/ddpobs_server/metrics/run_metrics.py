@@ -205,7 +205,7 @@ PRESENT: tuple[Metric[Present], ...] = (
     ),
     gauge(
         "failure_info",
-        "1; why a rank failed, or why the ranks train apart, with the place and the remedy as labels.",
+        "1; a crash, a lost run, or ranks that train apart, with cause, place and remedy as labels.",
         ("cause", "code", "ranks", "remedy", "severity", "title", "where"),
         _failures,
     ),

@@ -32,12 +32,16 @@ from ddpobs_server.reports.host_totals import host_totals
 from ddpobs_server.reports.judged_steps import JudgedSteps, read_judged_steps
 from ddpobs_server.reports.liveness import all_silent, ends, silent_ns, world_size_of
 from ddpobs_server.reports.read_bins import AttemptBins, read_lateness
+from ddpobs_server.reports.run_state import is_lost
 from ddpobs_server.reports.whatif import Modelled, modelled
+from ddpobs_server.settings import Settings
 from ddpobs_server.store import HostTotal, Source, Store, TooManyRowsError
 
 _EDGE_ROWS = 40_000
 """Maximum number of rows of steps that are read around a change point."""
 _ALL_SILENT = "no rank sends any more: the processes were killed, stand still all at once, or are cut off"
+_OF_SILENCE = ("crash", "hang", "lost")
+"""Codes of findings that state why no rank sends any more, or since when."""
 _NO_BATCH = "no batch has arrived from {}"
 _NO_STEP = "no step has ended on {}"
 _OLD_STEPS = "no recent step has arrived from {}: its last ones are far behind those of the other ranks"
@@ -49,10 +53,13 @@ class Diagnosis:
     Args:
         store: Source of the columns.
         now_ns: The collector's wall clock.
+        settings: Limits of a run's state; default: the default settings.
     """
 
-    def __init__(self, store: Store, now_ns: Callable[[], int] = time.time_ns) -> None:
-        self._store, self._now_ns = store, now_ns
+    def __init__(
+        self, store: Store, now_ns: Callable[[], int] = time.time_ns, settings: Settings | None = None
+    ) -> None:
+        self._store, self._now_ns, self._settings = store, now_ns, settings or Settings.model_validate({})
 
     def diagnose(
         self,
@@ -80,7 +87,7 @@ class Diagnosis:
         results = [result for judge in FINDINGS for result in judge(evidence)]
         findings = [result for result in results if isinstance(result, Finding)]
         missing += [result for result in results if isinstance(result, NotJudged)]
-        if all_silent(sources, self._now_ns()) and not any(finding.code in ("hang", "crash") for finding in findings):
+        if all_silent(sources, self._now_ns()) and not any(finding.code in _OF_SILENCE for finding in findings):
             missing.append(NotJudged("hang", _ALL_SILENT))
         steps_seen = int(steps.step.max()) + 1 if len(steps.step) else 0
         is_over = all(source.ended for source in sources) or all_silent(sources, self._now_ns())
@@ -166,6 +173,8 @@ class Diagnosis:
             pulses={source.rank: source.pulse for source in sources if source.pulse},
             stuck_pulses={source.rank: source.stuck_pulse for source in sources if source.stuck_pulse},
             silent_ns=silent_ns(sources, now_ns),
+            last_batch_ns={source.rank: source.last_seen_ns for source in sources},
+            is_lost=is_lost(sources, self._settings, now_ns),
             ended=ends(sources),
             fingerprints=store.differing_fingerprints(run, attempt),
             processes=processes_of(sources),

@@ -13,7 +13,7 @@ MAX_FINDINGS = 10
 """Findings of a run that are kept one by one: the most severe ones."""
 PLACE_CHARACTERS, _MAX_RANKS = 160, 8
 """Longest place, and maximum ranks, in a text."""
-EXPLAINED = ("crash", "replicas-differ")
+EXPLAINED = ("crash", "lost", "replicas-differ")
 """Codes whose cause, place and remedy are kept: they stay the same from look to look, as a label must."""
 
 

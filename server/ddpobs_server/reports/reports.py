@@ -60,7 +60,7 @@ class Reports:
         faults: RunFaults | None = None,
     ) -> None:
         self._store, self._settings, self._now_ns = store, settings or Settings.model_validate({}), now_ns
-        self._diagnosis = Diagnosis(store, now_ns)
+        self._diagnosis = Diagnosis(store, now_ns, self._settings)
         self.faults = faults or RunFaults()
         self.unwritten_totals = UnwrittenTotals()
         self.digests = RunDigests(store, self.faults)

@@ -5,6 +5,7 @@ A time in the future counts as long ago: it was recorded before the collector's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ddpobs.wire.states import RankState, RunState
@@ -44,6 +45,15 @@ def state_of_run(run: Run, settings: Settings, now_ns: int) -> RunState:
     if run.hangs:
         return "hung"
     return "stalled" if _is_silent(run.last_step_seen_ns, settings.stalled_after_s, now_ns) else "running"
+
+
+def is_lost(sources: Sequence[Source], settings: Settings, now_ns: int) -> bool:
+    """Return whether this is the state `lost` of an attempt whose ranks have sent pulses."""
+    if not any(source.pulse for source in sources) or all(source.ended for source in sources):
+        return False
+    if any(source.ended in ("failed", "died", "interrupted") for source in sources):
+        return False
+    return _is_silent(max(source.last_seen_ns for source in sources), settings.lost_after_s, now_ns)
 
 
 def state_of_rank(source: Source, settings: Settings, now_ns: int) -> RankState:

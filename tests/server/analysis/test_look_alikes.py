@@ -113,6 +113,10 @@ def stuck(other: wire.Pulse) -> Evidence:
     return failed_run(pulses={0: pulse("bucket", module=0, bucket=0), 1: other})
 
 
+def silent(*, is_lost: bool) -> Evidence:
+    return failed_run(is_lost=is_lost, silent_ns={1: 60 * S}, last_batch_ns={0: 60 * S * (not is_lost), 1: 0})
+
+
 def ended(kind: str, **detail: wire.Scalar) -> Evidence:
     event = wire.Event(kind=kind, at_ns=0, step=6, detail={"wall_ns": 5 * S, "phase": "forward", **detail})
     return failed_run(events=[(0, event)])
@@ -208,6 +212,7 @@ PAIRS: dict[str, Pair] = {
     "hang": Pair(lambda: stuck(pulse("data", phase="data")), lambda: stuck(pulse("checkpoint", 300))),
     "imbalanced-batches": Pair(lambda: by_samples(varies=True), lambda: by_samples(varies=False)),
     "input-bound": Pair(lambda: data_on(0, 1, 2, 3), lambda: data_on(2)),
+    "lost": Pair(lambda: silent(is_lost=True), lambda: silent(is_lost=False)),
     "network-slow": Pair(lambda: slow_link(0.0), lambda: slow_link(30.0)),
     "not-reduced": Pair(lambda: reported("not_reduced"), lambda: reported("comm_hook_set")),
     "other-bound": Pair(lambda: looked_at("other", "log"), lambda: looked_at("other", "cuda")),

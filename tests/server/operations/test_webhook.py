@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import json
 import socket
+import time
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,14 +19,15 @@ from ddpobs_server.operations.webhook_job import WebhookJob
 from ddpobs_server.operations.webhook_message import Message, headers_of
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import NotificationKey, Store
+from ddpobs_server.store import Arrival, NotificationKey, Store
 from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from benchmarks.rig import databases, patience
 from benchmarks.rig.databases import Fresh
-from tests.support.server.batches import ATTEMPT, batch
+from ddpobs import wire
+from tests.support.server.batches import ATTEMPT, batch, pulse
 from tests.support.server.http_receiver import Receiver, http_receiver
 from tests.support.server.in_process import client, fill, put
 
@@ -84,6 +86,30 @@ def test_a_finding_is_sent_once_by_all_collectors_together(filled: Store, receiv
     digest = hmac.new(b64decode(SECRET.removeprefix("whsec_")), signed, hashlib.sha256).digest()
     assert request.headers["webhook-signature"] == f"v1,{b64encode(digest).decode()}"
     assert len({each.headers["webhook-id"] for each in receiver.requests}) == len(receiver.requests)
+
+
+def test_a_lost_run_is_sent_once_with_the_ranks_that_were_last_heard_and_their_places(
+    fresh: Fresh, tmp_path: Path, receiver: Receiver
+) -> None:
+    store = Store(fresh(tmp_path))
+    store.migrate()
+    for rank in range(2):
+        body = wire.encode(batch("silent", 0, rank, pulse=pulse("code", place="train.py:31")))
+        arrival = Arrival(wire.decode(body), hashlib.sha256(body).digest(), len(body), time.time_ns() - 100 * 10**9)
+        store.ingest([arrival])
+    settings = Settings(webhook_url=receiver.url, webhook_after_s=0)
+    reports = Reports(store)
+    reports.diagnostics("silent", ATTEMPT)  # A round waits only a second for the first diagnosis.
+    job = WebhookJob(settings, store, reports, CollectorRegistry(), Clock())
+    for _ in range(2):
+        job.judge()
+        job.send_due()
+    store.close()
+    (request,) = receiver.requests
+    (finding,) = json.loads(request.body)["data"]["findings"]
+    assert (finding["code"], finding["severity"], finding["ranks"]) == ("lost", "critical", [0, 1])
+    assert finding["where"] == "ranks 0 and 1 in backward of step 7 (train.py:31)"
+    assert finding["cause"].startswith("not known")
 
 
 def test_the_signature_is_that_of_the_published_example() -> None:

@@ -88,7 +88,43 @@ def test_a_hang_that_ended_in_silence_keeps_its_verdict_in_a_lost_run(store: Sto
         assert state_of_run(the_run(store), Settings(), clock()) == state
         (hang,) = hangs(reports)
         assert (hang["ranks"], hang["evidence"]["kind"]) == ([1], "absent")
+        assert bool(lost(reports)) == (state == "lost")
     assert [attempt.outcome for attempt in reports.attempts(the_run(store))] == ["lost"]
+
+
+def lost(reports: Reports) -> list[dict[str, Any]]:
+    found = reports.diagnostics("run", ATTEMPT)["findings"]
+    return [finding for finding in found if finding["code"] == "lost"]
+
+
+def test_a_run_whose_ranks_all_fall_silent_is_lost_until_one_sends_again(store: Store) -> None:
+    clock = Clock()
+    reports = Reports(store, Settings(), clock)
+    for rank in range(2):
+        arrive(store, rank, 0, rank, pulse=pulse("code", 1))
+    clock.ns += 30 * S
+    assert lost(reports) == []
+    clock.ns += 2 * S
+    (finding,) = lost(reports)
+    assert (finding["severity"], finding["ranks"]) == ("critical", [0, 1])
+    assert finding["where"] == "ranks 0 and 1 in backward of step 7"
+    explained = DiagnosisOutline.of(reports.diagnostics("run", ATTEMPT)).findings[0]
+    assert explained.explanation == (finding["cause"], finding["where"], finding["remedy"])
+    assert not any("no rank sends" in reason for reason in reports.diagnostics("run", ATTEMPT)["missing"])
+    arrive(store, 32, 1, 0, pulse=pulse("code", 1))
+    assert lost(reports) == []
+
+
+@pytest.mark.parametrize("end", ["failed", "died", "interrupted", "goodbye", "terminated"])
+def test_a_run_with_an_end_that_says_more_is_not_lost(store: Store, end: str) -> None:
+    clock = Clock()
+    everyone = end in ("goodbye", "terminated")
+    for rank in range(2):
+        events = [wire.Event(kind=end, at_ns=0, detail={"wall_ns": clock.ns})] if rank or everyone else []
+        arrive(store, 0, 0, rank, pulse=pulse("code", 1), events=events)
+    clock.ns += 3600 * S
+    assert lost(Reports(store, Settings(), clock)) == []
+    assert state_of_run(the_run(store), Settings(), clock()) != "lost"
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -116,7 +152,7 @@ def test_ranks_that_are_killed_at_once_did_not_hang(store: Store, after_s: int) 
     reports = Reports(store, Settings(), clock)
     assert hangs(reports) == []
     silent = [reason for reason in reports.diagnostics("run", ATTEMPT)["missing"] if "no rank sends any more" in reason]
-    assert len(silent) == (after_s > 10)
+    assert (len(silent), len(lost(reports))) == (after_s == 11, after_s == 3600)
 
 
 def test_a_slow_rank_is_not_hung(store: Store) -> None:

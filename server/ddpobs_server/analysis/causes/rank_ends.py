@@ -69,18 +69,12 @@ class End:
     @property
     def place(self) -> str:
         """Where it ended: `in your loop after backward of step 5 (train.py:9)`, `in forward of step 6`."""
-        line, phase = f" ({self.line})" if self.line else "", self.facts.phase
+        line = f" ({self.line})" if self.line else ""
         if self.facts.stage == "start" and self.kind != "failed":
             return "before its training began"
         if self.facts.stage:
             return f"{_STAGES.get(self.facts.stage, _STAGES['start'])}{line}"
-        if phase == "other" and self.step == self.facts.synchronised == 0:
-            return f"before its first backward{line}"
-        if phase == "other":  # After its backward, the rank may be on its way to the next step.
-            begun = self.facts.synchronised > self.step
-            return f"in your loop {'after backward of' if begun else 'in'} step {self.step}{line}"
-        phase = phase.replace("exposed_comm", "exposed communication")
-        return f"in {phase} of step {self.step}{line}" if phase else f"in step {self.step}{line}"
+        return f"{place_in_step(self.facts.phase, self.step, self.facts.synchronised)}{line}"
 
     @property
     def wall_ns(self) -> int:
@@ -163,6 +157,22 @@ class End:
     def may_have_given_up(self) -> bool:
         """Whether the rank may have ended because another did not come: NCCL aborts a process after a timeout."""
         return self.is_consequence or (self.kind == "died" and self.facts.signal == "SIGABRT")
+
+
+def place_in_step(phase: str, step: int, synchronised: int) -> str:
+    """Where in its training a rank is: `in your loop after backward of step 5`, `in forward of step 6`.
+
+    Args:
+        phase: One of `wire.PHASES`; empty if it is not known.
+        step: The rank's step.
+        synchronised: Number of synchronised backward passes that it has begun.
+    """
+    if phase == "other" and step == synchronised == 0:
+        return "before its first backward"
+    if phase == "other":  # After its backward, the rank may be on its way to the next step.
+        return f"in your loop {'after backward of' if synchronised > step else 'in'} step {step}"
+    phase = phase.replace("exposed_comm", "exposed communication")
+    return f"in {phase} of step {step}" if phase else f"in step {step}"
 
 
 def ends_of(events: Iterable[tuple[int, wire.Event]]) -> list[End]:
