@@ -72,7 +72,7 @@ def report_page(
         *(_finding(finding, address.rpartition("/runs/")[0]) for finding in shown_findings(diagnosis)),
         f"<p>{escape(diagnosis['summary'])}</p>" if diagnosis["summary"] else "",
         f"<details><summary>Not judged</summary><ul>{missing}</ul></details>" if missing else "",
-        *(_picture(picture, nonce) for picture in pictures),
+        *_pictures(pictures, nonce, has_steps=diagnosis["steps_seen"] > 0),
         *(f"<h2>{escape(table.title)}</h2>{_table(table.columns, table.rows)}" for table in tables),
     ]
     return _page(run, parts, nonce, "auto"), nonce
@@ -160,6 +160,15 @@ def _steps(interval: Mapping[str, Any]) -> str:
 def _between(interval: Mapping[str, Any]) -> str:
     began_ns, ended_ns = interval["began_ns"], interval["ended_ns"]
     return "" if began_ns is None or ended_ns is None else f", {time_range(began_ns, ended_ns)}"
+
+
+def _pictures(pictures: Sequence[Mapping[str, Any]], nonce: str, *, has_steps: bool) -> list[str]:
+    """The pictures; without a step, only those that show something, and why the others are not there."""
+    drawn = [picture for picture in pictures if has_steps or picture["item"] is not None]
+    parts = [_picture(picture, nonce) for picture in drawn]
+    if len(drawn) < len(pictures):
+        parts.append("<p>No step was recorded, so the figures of steps are left out.</p>")
+    return parts
 
 
 def _picture(picture: Mapping[str, Any], nonce: str) -> str:

@@ -142,13 +142,15 @@ def test_the_html_report_shows_a_traceback_and_stacks_as_they_are(run: str, text
     assert text in httpx.get(f"{url}/api/v1/runs/{run}").text
 
 
-def test_the_html_report_of_a_run_without_a_step_counts_none(url: str) -> None:
+def test_the_html_report_of_a_run_without_a_step_has_a_sentence_in_place_of_empty_figures(url: str) -> None:
     html = httpx.get(f"{url}/api/v1/runs/command/report.html").text
     assert "<dt>steps</dt><dd>0</dd>" in html
+    assert html.count("<p>No step was recorded, so the figures of steps are left out.</p>") == 1
+    assert re.findall(r"<h2>(.*?)</h2>", html)[1:] == ["Ranks", "Attempts"]
 
 
 def test_the_html_report_sets_code_apart() -> None:
-    nothing: dict[str, Any] = {"findings": [], "missing": [], "summary": ""}
+    nothing: dict[str, Any] = {"findings": [], "missing": [], "summary": "", "steps_seen": 0}
     html, _ = report_page("r", "http://c/runs/r", {"do": "`ddpobs push <x>`; wait"}, nothing, [], tables=[])
     assert "<dd><code>ddpobs push &lt;x&gt;</code>; wait</dd>" in html
 

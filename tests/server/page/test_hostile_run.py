@@ -44,7 +44,7 @@ def test_a_hostile_run_is_shown(browser: Any, url: str, run: str, selection: str
     expect(visit.page.locator("#figure-step canvas")).not_to_have_count(0)
     expect_clean(visit)
     visit.page.goto(f"{url}/api/v1/runs/{run}/report.html")
-    visit.page.get_by_role("heading", name="One step").wait_for()
+    visit.page.get_by_role("heading", name="Ranks", exact=True).wait_for()
     expect_clean(visit)
 
 
