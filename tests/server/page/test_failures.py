@@ -193,3 +193,15 @@ def test_a_run_without_a_step_shows_no_empty_figures_and_no_empty_settings(brows
     visit = Visit(browser, f"{url}/runs/command")
     settle(visit)
     expect(visit.page.locator("#figure-phases")).to_be_visible()
+
+
+def test_a_run_of_one_step_and_one_rank_offers_no_order_and_no_other_step(browser: Any, url: str) -> None:
+    put(url, batch("single", 0, 0, world_size=1, steps=steps(0, 1)))
+    visit = Visit(browser, f"{url}/runs/single")
+    settle(visit)
+    for selector in ("#order", "#previous", "#next"):
+        expect(visit.page.locator(selector)).to_be_hidden()
+    visit = Visit(browser, f"{url}/runs/hung")
+    settle(visit)
+    expect(visit.page.locator("#next")).to_be_visible()
+    assert visit.errors == []
