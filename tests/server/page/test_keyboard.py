@@ -82,3 +82,32 @@ def test_arrow_keys_home_and_end_move_among_the_tools_of_the_run(browser: Any, u
         visit.page.keyboard.press(key)
         names.append(visit.page.evaluate("document.activeElement.textContent"))
     assert names == ["report", "compare with …", "API", "trace …", "trace …"]
+
+
+def test_a_finding_is_one_tab_stop_whose_help_evidence_and_figures_arrow_keys_reach(browser: Any, url: str) -> None:
+    visit = drawn(browser, f"{url}/runs/picture")
+    page, key = visit.page, "document.activeElement.dataset.key"
+    keys = page.locator("article[data-finding]").evaluate_all("all => all.map((each) => each.dataset.finding)")
+    page.get_by_role("button", name="Rank 1 is slow in backward").focus()
+    assert page.evaluate(key) == f"title {keys[0]}"
+    reached = []
+    for pressed in ("ArrowDown", "ArrowDown", "ArrowDown", "Home", "ArrowRight"):
+        page.keyboard.press(pressed)
+        reached.append(page.evaluate(key).split()[0])
+    assert reached == ["help", "summary", "show", "title", "help"]
+    expect(page.get_by_role("link", name="help on straggler")).to_be_focused()
+    page.keyboard.press("Tab")
+    assert page.evaluate(key) == f"title {keys[1]}"
+    page.keyboard.press("Shift+Tab")
+    assert page.evaluate(key) == f"help {keys[0]}"
+
+
+def test_cards_that_stay_the_same_keep_the_focus_on_their_control(browser: Any, url: str) -> None:
+    visit = drawn(browser, f"{url}/runs/picture")
+    visit.page.locator("article[data-finding] summary").first.focus()
+    stays = """() => {
+      const before = document.activeElement;
+      document.getElementById("order").dispatchEvent(new Event("change"));
+      return before.isConnected && before === document.activeElement;
+    }"""
+    assert visit.page.evaluate(stays)

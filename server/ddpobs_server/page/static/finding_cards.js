@@ -4,13 +4,19 @@ import { root } from "./api.js";
 import { element, factRows, renew } from "./elements.js";
 import { evidence, stacks, stepsText } from "./evidence.js";
 import { findingLines, isShown, severityMark } from "./finding_parts.js";
+import { rove } from "./roving.js";
+
+const CONTROLS = ".finding-title, .code, summary, .quiet";
 
 export function showFindings(section, { findings, missing, summary }, keys, chosen, select) {
   const open = new Set([...section.querySelectorAll("details[open]")].map((details) => details.dataset.key));
+  const stops = [...section.querySelectorAll("[tabindex='0']")].filter((control) => control.checkVisibility());
+  const stopKeys = new Set(stops.map((control) => control.dataset.key));
   const cards = findings
     .map((finding, index) => [finding, keys[index]])
     .filter(([finding]) => isShown(finding))
     .map(([finding, key]) => card(finding, key, key === chosen, open, select));
+  for (const each of cards) rove(each, CONTROLS, (control) => stopKeys.has(control.dataset.key));
   if (!cards.length) cards.push(element("article", { class: "finding" }, element("h2", {}, summary)));
   if (missing.length) cards.push(notJudged(missing, open));
   renew(section, element("div", {}, ...cards));
@@ -42,7 +48,6 @@ function heading(finding, key, isChosen, choose) {
     class: "finding-title",
     "aria-pressed": isChosen,
     "data-key": `title ${key}`,
-    tabindex: -1,
   };
   const title = element("button", attributes, finding.verdict);
   title.addEventListener("click", choose);

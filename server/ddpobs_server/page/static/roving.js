@@ -2,10 +2,11 @@
 
 const MOVES = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
 
-// Follow the keys in a container, whose controls match `selector`. Those that are hidden are left out.
-export function rove(container, selector) {
+// Follow the keys in a container, whose controls match `selector`. Those that are hidden are left out. The stop is the
+// first control that `isStop` holds for, else the first one.
+export function rove(container, selector, isStop = () => false) {
   const controls = () => [...container.querySelectorAll(selector)];
-  setStop(controls(), controls()[0]);
+  setStop(controls(), controls().find(isStop) ?? controls()[0]);
   container.addEventListener("focusin", ({ target }) => {
     if (target.matches(selector)) setStop(controls(), target);
   });
