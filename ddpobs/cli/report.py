@@ -35,7 +35,8 @@ from ddpobs.shared.words import LABEL_COLUMNS, finding_heading, finding_lines, l
 from ddpobs.wire import printable
 
 _MIN_SHARE, _MAX_PARTS = 0.01, 8
-_MAX_OUTPUT_LINES = 10
+_TEXTS = {"traceback": ("stack", 20), "output": ("output", 10)}
+"""Texts of the evidence that are printed as they are: label, and maximum number of last lines."""
 _MAX_NAMES = 8
 """Stages or ranks in a line."""
 
@@ -124,8 +125,9 @@ def _print(diagnosis: dict[str, Any], account: dict[str, Any], pipeline: dict[st
         echo(finding_heading(finding), finding["severity"])
         for label, text in finding_lines(finding):
             _print_part(label, text)
-        for row, line in enumerate((finding["evidence"].get("output") or "").splitlines()[-_MAX_OUTPUT_LINES:]):
-            typer.echo(f"  {labelled('' if row else 'output', printable(line))}")
+        for name, (label, most) in _TEXTS.items():
+            for row, line in enumerate((finding["evidence"].get(name) or "").splitlines()[-most:]):
+                typer.echo(f"  {labelled('' if row else label, printable(line))}")
         for attempt in finding["evidence"].get("attempts", [])[:-1]:  # The last one is the finding.
             _print_part("earlier", attempt)
     typer.echo()

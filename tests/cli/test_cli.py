@@ -212,14 +212,21 @@ def test_report_fails_on_a_finding_that_is_severe_enough(fail_on: str, code: int
     assert (done.exit_code, json.loads(done.stdout)) == (code, diagnosis | {"account": {"wall_ns": None}})
 
 
-def test_report_names_the_errors_of_earlier_attempts() -> None:
+def test_report_prints_the_last_lines_of_a_traceback_and_the_errors_of_earlier_attempts() -> None:
     attempts = ["attempt 1: rank 1: CUDA error", "attempt 2: rank 0: no file"]
-    crash = {"code": "crash", "severity": "critical", "verdict": "Rank 0 failed", "evidence": {"attempts": attempts}}
+    traceback = "".join(f"  File a.py, line {line}\n" for line in range(30)) + "OSError: \x1bno file"
+    evidence = {"attempts": attempts, "traceback": traceback, "output": None}
+    crash = {"code": "crash", "severity": "critical", "verdict": "Rank 0 failed", "evidence": evidence}
     diagnosis = {"run": "r", "steps_seen": 9, "findings": [crash], "missing": [], "summary": ""}
     answers = {"/runs/r/diagnostics": diagnosis, "/runs/r/account": {"wall_ns": None}}
     with collector(answering(answers)) as server:
         lines = invoke("report", "r", "--collector", server.url).stdout.splitlines()
-    assert lines[2:4] == ["critical: Rank 0 failed", "  earlier attempt 1: rank 1: CUDA error"]
+    assert lines[2:4] == ["critical: Rank 0 failed", "  stack     File a.py, line 11"]
+    assert lines[21:24] == [
+        "            File a.py, line 29",
+        "          OSError: \\x1bno file",
+        "  earlier attempt 1: rank 1: CUDA error",
+    ]
     assert not any("attempt 2" in line for line in lines)
 
 
