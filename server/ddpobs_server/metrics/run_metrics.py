@@ -116,8 +116,8 @@ def _overhead(name: str) -> Callable[[Present], _Rows]:
 
 def _hang(present: Present) -> _Rows:
     if present.diagnosis and present.diagnosis.hang is not None:
-        place, ranks = present.diagnosis.hang
-        yield escape(place, PLACE_CHARACTERS), ranks, 1
+        place, ranks, *explained = present.diagnosis.hang
+        yield escape(place, PLACE_CHARACTERS), ranks, *(escape(part, _EXPLANATION_CHARACTERS) for part in explained), 1
 
 
 _COMPARED = "Steps in which the ranks were compared; delay, waiting, moving and lateness are counted over these."
@@ -222,8 +222,8 @@ PRESENT: tuple[Metric[Present], ...] = (
     gauge("run_state", "1; the run's state is a label.", ("state",), lambda present: [(present.state, 1)]),
     gauge(
         "hang_info",
-        "1 while the run hangs; the ranks that the others wait for and their place are labels.",
-        ("place", "ranks"),
+        "1 while the run hangs; the ranks that the others wait for, their host and place, and the remedy are labels.",
+        ("place", "ranks", "remedy", "where"),
         _hang,
     ),
 )

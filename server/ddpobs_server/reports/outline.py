@@ -54,7 +54,7 @@ class DiagnosisOutline:
         goodput: Time in steps that no restart repeated, as a share of the run's wall time; None if it is not known.
         time_shares: Share of each group of the account in the wall time.
         telemetry: Cost of telemetry, as in a response; None if it is not known.
-        hang: Place and ranks of a hang that has not ended; None without one.
+        hang: Place, ranks, remedy and host of a hang that has not ended; None without one.
     """
 
     findings: tuple[FindingOutline, ...]
@@ -66,7 +66,7 @@ class DiagnosisOutline:
     goodput: float | None
     time_shares: Mapping[str, float]
     telemetry: Mapping[str, float] | None
-    hang: tuple[str, str] | None
+    hang: tuple[str, str, str, str] | None
 
     @classmethod
     def of(cls, diagnosis: Mapping[str, Any]) -> DiagnosisOutline:
@@ -93,9 +93,9 @@ def _finding(finding: Mapping[str, Any]) -> FindingOutline:
     return FindingOutline(code, verdict, severity, phase, ranks, finding["gain"], explanation)
 
 
-def _hang(findings: Any) -> tuple[str, str] | None:
+def _hang(findings: Any) -> tuple[str, str, str, str] | None:
     hang = next((f for f in findings if f["code"] == "hang" and f["evidence"]["places"]), None)
-    return None if hang is None else (_place(hang)[:PLACE_CHARACTERS], _rank_list(hang))
+    return None if hang is None else (_place(hang)[:PLACE_CHARACTERS], _rank_list(hang), hang["remedy"], hang["where"])
 
 
 def _rank_list(finding: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from ddpobs_server.reports.outline import DiagnosisOutline
 
 from benchmarks.rig.collector import Collector, collector
 from ddpobs import wire
-from tests.support.server.batches import batch, pulse, put, steps
+from tests.support.server.batches import batch, hello, pulse, put, steps
 from tests.support.server.peers import peers
 
 
@@ -37,10 +37,12 @@ def test_a_hang_has_the_ranks_and_their_place_as_labels_until_it_ends(shared: Co
 
     place = 'dataset.py:31 "x"'
     put(shared.url, batch(run, 0, 0, pulse=pulse("bucket", 12)))
-    put(shared.url, batch(run, 0, 1, pulse=pulse("data", 12, place=place)))
-    httpx.get(f"{shared.url}/api/v1/runs/{run}/diagnostics")
+    put(shared.url, batch(run, 0, 1, hello=hello(), pulse=pulse("data", 12, place=place)))
+    (hang, *_) = httpx.get(f"{shared.url}/api/v1/runs/{run}/diagnostics").json()["findings"]
+    explained = f'remedy="{hang["remedy"]}",run="{run}",where="{hang["where"]}"'
+    assert hang["where"].startswith("host ")
     assert lines("run_state") == [f'ddpobs_run_state{{run="{run}",state="hung"}} 1']
-    assert lines("hang_info") == [f'ddpobs_hang_info{{place="dataset.py:31 \\"x\\"",ranks="1",run="{run}"}} 1']
+    assert lines("hang_info") == [f'ddpobs_hang_info{{place="dataset.py:31 \\"x\\"",ranks="1",{explained}}} 1']
     later = wire.Anchor(wall_ns=10**18, monotonic_ns=1)
     put(shared.url, batch(run, 1, 1, anchor=later, pulse=pulse("code")))
     httpx.get(f"{shared.url}/api/v1/runs/{run}/diagnostics")
@@ -53,8 +55,8 @@ def test_a_hang_of_many_ranks_has_a_short_label(shared: Collector, run: str) -> 
         put(shared.url, batch(run, 0, rank, world_size=12, pulse=pulse("data", 12, place="x" * 1000)))
     httpx.get(f"{shared.url}/api/v1/runs/{run}/diagnostics")
     text = httpx.get(f"{shared.url}/metrics", params={"only": "runs"}).text
-    labels = f'place="{"x" * 160}",ranks="0, 1, 2, 3, 4, 5, 6, 7 and 4 more",run="{run}"'
-    assert f"ddpobs_hang_info{{{labels}}} 1\n" in text
+    labels = f'place="{"x" * 160}",ranks="0, 1, 2, 3, 4, 5, 6, 7 and 4 more"'
+    assert re.search(rf'^ddpobs_hang_info\{{{labels},remedy="[^"]+",run="{run}",where=""\}} 1$', text, re.MULTILINE)
 
 
 def finding(code: str, ranks: list[int], gain: float | None) -> dict[str, Any]:
