@@ -4,10 +4,11 @@
         [--json FILE] [--small | --smoke]
 
 Each rank has a network namespace with one thread and a shaped link. Each setting is a training of its own with
-telemetry; its measured value is the median step that the collector has. Only the setting with default buckets is used
-to predict: the others on the same link, and itself on the other links. The first table has the errors by kind of
-change. That of the same training again is the machine's own; a row leaves out the settings where it is above 5 %. The
-second has each prediction. `--small` takes about thirteen minutes on an idle machine with two cores.
+telemetry; its measured value is the median step that the collector has. The setting with default buckets predicts the
+others on the same link, and itself on the other links; those with other buckets predict each other. The first table has
+the errors by kind of change. That of the same training again is the machine's own; a row leaves out the settings where
+it is above 5 %. The second has each prediction. `--small` takes about thirteen minutes on an idle machine with two
+cores.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ CAPS_MB = (0.25, 1.0, 5.0, 25.0, ONE_BUCKET)
 _TIMEOUT_S = 600
 _STEADY = 0.05
 """Maximum error of the same training again for the row `STEADY`, as a share of the step."""
+OF_OTHERS = "cap, predicted from each other cap"
 SAME, STEADY = "none: the same training again", "changes, where the same training again was within 5 %"
 
 
@@ -76,6 +79,12 @@ def changes(base: Setting) -> Iterator[tuple[str, Setting, dict[str, Any]]]:
     yield "strategy", replace(base, strategy="fp16"), {"compression": "fp16"}
     yield "batches", replace(base, batches=3), {"accumulate": 3}
     yield SAME, replace(base, turn=1), {}
+
+
+def changes_of_caps(base: Setting) -> Iterator[tuple[Setting, Setting, dict[str, Any]]]:
+    """Yield setting, setting, and query of each change from one cap to another on the same link."""
+    for present, cap in permutations(CAPS_MB, 2):
+        yield replace(base, cap=present), replace(base, cap=cap), {"bucket_cap_mb": cap}
 
 
 def measure(setting: Setting, network: Links, url: str, options: argparse.Namespace) -> None:
@@ -142,6 +151,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                         for kind, target, query in changes(base)
                     ]
                     rows += [
+                        compared(url, present, target, OF_OTHERS, query)
+                        for base in bases
+                        for present, target, query in changes_of_caps(base)
+                    ]
+                    rows += [
                         compared(url, base, other, "link", {"link_factor": other.link_gbps / base.link_gbps})
                         for base in bases
                         for other in bases
@@ -171,7 +185,7 @@ def errors(results: dict[str, Any]) -> str:
     drifting = {row["base"] for row in results["rows"] if row["kind"] == SAME and not _is_steady(row)}
     for row in results["rows"]:
         by_kind["all"].append(row)
-        if row["kind"] != SAME and not drifting & {row["base"], row["target"]}:
+        if row["kind"] not in (SAME, OF_OTHERS) and not drifting & {row["base"], row["target"]}:
             by_kind[STEADY].append(row)
         by_kind[row["kind"]].append(row)
     lines = [

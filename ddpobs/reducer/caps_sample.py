@@ -91,7 +91,7 @@ class CapsSample:
         """
         layout, core, steps = self._core.layout, self._core, len(step_ns)
         buckets, order = len(layout.buckets), [member for bucket in layout.buckets for member in bucket.members]
-        times = np.full((steps, 1 + 2 * buckets), np.inf)
+        times = np.full((steps, 1 + 3 * buckets), np.inf)
         times[:, 1 : 1 + buckets] = 0.0
         arrivals = np.zeros((steps, len(order)))
         if layout.parameters[0].device.type == "cuda":
@@ -103,8 +103,8 @@ class CapsSample:
         typical = np.median(arrivals[sampled], axis=0) if sampled.any() else arrivals[0]
         mine = torch.from_numpy(np.concatenate([times.reshape(-1), typical])).to(layout.parameters[0].device)
         gathered = np.stack([each.cpu().numpy() for each in values_of_all(core.group, mine)])
-        of_all = gathered[:, : times.size].reshape(-1, steps, 1 + 2 * buckets)
-        exposed_ns, moving_ns = of_all[:, :, 0].min(axis=0), of_all[:, :, 1 + buckets :].min(axis=0)
+        of_all = gathered[:, : times.size].reshape(-1, steps, 1 + 3 * buckets)
+        exposed_ns, least_ns = of_all[:, :, 0].min(axis=0), of_all[:, :, 1 + buckets :].min(axis=0)
         rows = np.isfinite(exposed_ns) & (step_ns > 0)
         if not rows.any():
             return None
@@ -116,7 +116,8 @@ class CapsSample:
         return {
             "step_ns": step_ns[rows],
             "ready_ns": of_all[:, rows, 1 : 1 + buckets].max(axis=0),
-            "moving_ns": moving_ns[rows],
+            "moving_ns": least_ns[rows, :buckets],
+            "done_ns": least_ns[rows, buckets:],
             "exposed_ns": exposed_ns[rows],
             "bucket_bytes": np.bincount(bucket, sizes),
             "world_size": core.ranks,
@@ -127,7 +128,7 @@ class CapsSample:
         }
 
     def _read(self, backward: _Backward, order: list[int]) -> tuple[Floats, Floats]:
-        """Arrival by parameter; exposed time, then readiness and moving time by bucket. In ns since the first."""
+        """Arrival by parameter; exposed time, then by bucket readiness, moving time and end; in ns since the first."""
         clock = self._clock
         arrival = np.array(clock.times(backward.arrival), np.float64)[order]
         launched, done = (np.array(clock.times(each), np.float64) for each in (backward.launched, backward.done))
@@ -137,7 +138,7 @@ class CapsSample:
         before = np.maximum.accumulate(np.append(-np.inf, done))[:-1]
         moving = np.maximum(0.0, done - np.maximum(launched, before))
         exposed = max(0.0, done.max() - arrival.max())
-        return arrival - first, np.concatenate([[exposed], ready - first, moving])
+        return arrival - first, np.concatenate([[exposed], ready - first, moving, done - first])
 
     def _share(self, limits: list[list[int]]) -> list[list[int]]:
         """Rank 0's limits on every rank."""

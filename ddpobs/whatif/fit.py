@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ddpobs.whatif.buckets import fill
-from ddpobs.whatif.link import Bools, Floats, Ints, Link, fit_link
+from ddpobs.whatif.link import Floats, Ints, Link
+from ddpobs.whatif.link_of_step import links_of_steps
 from ddpobs.whatif.model import Change, Fitted, Typical
 from ddpobs.whatif.repair import slowdown
 from ddpobs.whatif.replay import Replayed, replay, without_slowdown
@@ -17,9 +18,6 @@ MIN_STEPS = 20
 """Minimum number of steps that a model is fitted to."""
 _BLOCKS = 8
 """Blocks of successive steps, each of which is left out once."""
-_QUANTILE, _OTHER_QUANTILES = 0.25, (0.1, 0.5)
-"""Quantile of a bucket's transfers that the link is fitted to, and those that an interval counts. A process that waits
-for a processor makes a transfer longer, never shorter: the means would count that as latency."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,7 @@ class Observed:
         step_ns: Time of each step, shape [steps].
         ready_ns: Readiness of each bucket in launch order, shape [steps, buckets].
         moving_ns: Time that its transfer takes without waiting, same shape.
+        done_ns: Its completion, on the rank that waits least, same shape.
         bucket_bytes: Shape [buckets].
         exposed_ns: Communication after the last gradient, without waiting, shape [steps].
         world_size: Number of ranks.
@@ -56,6 +55,7 @@ class Observed:
     step_ns: Floats
     ready_ns: Floats
     moving_ns: Floats
+    done_ns: Floats
     bucket_bytes: Floats
     exposed_ns: Floats
     world_size: int
@@ -81,17 +81,17 @@ def fit(observed: Observed) -> Fitted | str:
     if observed.world_size < 2:
         return "one rank communicates with nobody"
     rows = np.arange(steps)
-    typical = _typical(observed, rows)
+    contention_ns = _contention_ns(observed)
+    least, most = links_of_steps(observed.ready_ns, observed.done_ns, observed.moving_ns, observed.bucket_bytes)
+    typical = _typical(observed, rows, least, contention_ns)
     blocks = np.array_split(rows, min(_BLOCKS, steps // 5))
-    without = [_typical(observed, np.setdiff1d(rows, block)) for block in blocks]
-    otherwise = [_typical(observed, rows, quantile) for quantile in _OTHER_QUANTILES]
+    without = [_typical(observed, np.setdiff1d(rows, block), least, contention_ns) for block in blocks]
     left_out_ns = [float(np.median(observed.step_ns[block])) for block in blocks]
     others_ns = [float(np.median(np.delete(observed.step_ns, block))) for block in blocks]
     exposed_ns = float(np.median(observed.exposed_ns))
     return Fitted(
         typical=typical,
-        variants=(*without, *otherwise),
-        of_larger=_typical(observed, rows, fitted=_larger(observed.bucket_bytes)),
+        variants=(*without, _typical(observed, rows, most, contention_ns)),
         step_ns=float(np.median(observed.step_ns)),
         slowdown=None if observed.own_ns is None else slowdown(observed.step_ns, observed.own_ns),
         noise_ns=float(np.sqrt(np.mean(np.square(np.subtract(left_out_ns, others_ns))))),
@@ -112,7 +112,7 @@ def fit(observed: Observed) -> Fitted | str:
 
 def now(typical: Typical) -> Replayed:
     """Replay the present buckets."""
-    return replay(*present_buckets(typical), typical.link, typical.slowdown(typical.link))
+    return replay(*present_buckets(typical), typical.link, typical.slowdown(typical.link), drag=typical.drag)
 
 
 def present_buckets(typical: Typical) -> tuple[Floats, Floats]:
@@ -128,38 +128,17 @@ def buckets_of(typical: Typical, change: Change) -> tuple[Floats, Floats]:
     return fill(typical.arrival_ns, typical.sizes, change.caps_mb)
 
 
-def _larger(bucket_bytes: Floats) -> Bools:
-    """Return which buckets are larger than the smallest ones, or all if there are none."""
-    larger: Bools = bucket_bytes > bucket_bytes.min()
-    return larger if larger.any() else ~larger
-
-
-def _typical(observed: Observed, rows: Ints, quantile: float = _QUANTILE, fitted: Bools | None = None) -> Typical:
+def _typical(observed: Observed, rows: Ints, link: Link, contention_ns: float) -> Typical:
+    """Return the typical one of some steps, with a link that moves data as long as they do."""
     ready_ns = np.median(observed.ready_ns[rows], axis=0)
     ready_ns -= ready_ns.min()
-    link = _link(observed, rows, quantile, fitted)
+    moving_ns = observed.moving_ns.sum(axis=1)
+    link = link.scaled(float(np.median(moving_ns[rows])) / max(1.0, float(np.median(moving_ns))))
     arrival_ns, sizes, bucket = _parameters(observed, ready_ns)
-    measured = Typical(arrival_ns, sizes, bucket, link, 0.0, 0.0)
-    timeline = now(measured)
-    slowed = replace(measured, contention_ns=_contention_ns(observed, rows, timeline))
-    free = replace(slowed, arrival_ns=without_slowdown(arrival_ns, timeline, slowed.slowdown(link)))
+    measured = Typical(arrival_ns, sizes, bucket, link, contention_ns, 0.0)
+    timeline = replay(*present_buckets(measured), link)
+    free = replace(measured, arrival_ns=without_slowdown(arrival_ns, timeline, measured.slowdown(link)))
     return replace(free, base_ns=float(np.median(observed.step_ns[rows])) - now(free).end_ns)
-
-
-def _link(observed: Observed, rows: Ints, quantile: float, fitted: Bools | None) -> Link:
-    """Fit the link to the typical step's sum: transfers that overlap share their time in any proportion.
-
-    Args:
-        observed: What was measured.
-        rows: The steps.
-        quantile: Of each bucket's times.
-        fitted: Buckets that separate latency and bandwidth, shape [buckets]; None for all.
-    """
-    moving_ns = observed.moving_ns[rows]
-    chosen = slice(None) if fitted is None else fitted
-    link = fit_link(observed.bucket_bytes[chosen], np.quantile(moving_ns, quantile, axis=0)[chosen])
-    fitted_ns = float(link.time_ns(observed.bucket_bytes).sum())
-    return link.scaled(float(np.median(moving_ns.sum(axis=1))) / max(1.0, fitted_ns))
 
 
 def _parameters(observed: Observed, ready_ns: Floats) -> tuple[Floats, Floats, Ints]:
@@ -177,7 +156,7 @@ def _parameters(observed: Observed, ready_ns: Floats) -> tuple[Floats, Floats, I
     return np.interp(arrival_ns, knots, np.append(0.0, np.maximum.accumulate(since_first_ns))), sizes, bucket
 
 
-def _contention_ns(observed: Observed, rows: Ints, timeline: Replayed) -> float:
+def _contention_ns(observed: Observed) -> float:
     """Return the computation that a byte costs which moves beside it, in ns.
 
     A training thread on a processor loses `CONTENTION_NS`. The run's own evidence counts as much as the share of a
@@ -185,13 +164,15 @@ def _contention_ns(observed: Observed, rows: Ints, timeline: Replayed) -> float:
     """
     if observed.run_delay_ns is None or observed.running_ns is None:
         return 0.0
-    delay_ns, running_ns = float(np.median(observed.run_delay_ns[rows])), float(np.median(observed.running_ns[rows]))
-    computing_ns = float(np.median(observed.step_ns[rows] - observed.exposed_ns[rows]))
+    delay_ns, running_ns = float(np.median(observed.run_delay_ns)), float(np.median(observed.running_ns))
+    computing_ns = float(np.median(observed.step_ns - observed.exposed_ns))
     busy = min(1.0, (running_ns + delay_ns) / max(1.0, computing_ns)) if observed.on_processor else 0.0
-    last_ns = float(timeline.ready_ns.max())
-    moving_ns = timeline.done_ns - timeline.begun_ns
-    beside_ns = np.maximum(0.0, np.minimum(timeline.done_ns, last_ns) - np.minimum(timeline.begun_ns, last_ns))
-    beside_bytes = float((observed.bucket_bytes * beside_ns / np.maximum(1.0, moving_ns)).sum())
+    ready_ns = np.median(observed.ready_ns, axis=0)
+    done_ns = np.maximum.accumulate(ready_ns + np.median(observed.done_ns - observed.ready_ns, axis=0))
+    last_ns = float(ready_ns.max())
+    begun_ns = np.minimum(done_ns, np.maximum(ready_ns, np.append(0.0, done_ns[:-1])))
+    beside_ns = np.maximum(0.0, np.minimum(done_ns, last_ns) - np.minimum(begun_ns, last_ns))
+    beside_bytes = float((observed.bucket_bytes * beside_ns / np.maximum(1.0, done_ns - begun_ns)).sum())
     lost_ns = 2 * delay_ns * min(1.0, float(beside_ns.sum()) / max(1.0, computing_ns))
     all_bytes = float(observed.bucket_bytes.sum())
     return (busy * CONTENTION_NS * all_bytes + lost_ns) / (all_bytes + beside_bytes)

@@ -18,11 +18,10 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 SMALL_BYTES = 65_536
 """Messages below it are a matter of latency: at 1 Gbit/s they move in half a millisecond."""
-_SEPARABLE = 2.0
+SEPARABLE = 2.0
 """Minimum ratio of the largest size to the smallest for which latency and bandwidth are separated."""
 _MAX_SIZES = 512
 """Sizes of which all pairs are compared: evenly spaced among the distinct ones, which a client chooses."""
@@ -37,11 +36,13 @@ class Link:
         beta_ns: Time of one byte.
         is_separated: Whether the sizes allow to separate the two. If not, all time counts as bytes, or as latency if
             the sizes are below `SMALL_BYTES`.
+        in_flight: Transfers that move at once. They overlap in their latency, and share the bandwidth.
     """
 
     alpha_ns: float
     beta_ns: float
     is_separated: bool
+    in_flight: int = 1
 
     def time_ns(self, size_bytes: Floats) -> Floats:
         """Return the time of transfers of these sizes."""
@@ -81,7 +82,7 @@ def fit_link(sizes: Floats, times_ns: Floats) -> Link:
     mean_ns, mean_bytes = float(np.average(typical_ns, weights=counts)), float(np.average(distinct, weights=counts))
     if distinct[-1] < SMALL_BYTES:
         return Link(mean_ns, 0.0, is_separated=False)
-    if distinct[-1] < _SEPARABLE * distinct[0]:
+    if distinct[-1] < SEPARABLE * distinct[0]:
         return Link(0.0, mean_ns / mean_bytes, is_separated=False)
     chosen = np.unique(np.linspace(0, len(distinct) - 1, _MAX_SIZES).round().astype(np.int64))
     pairs = np.triu_indices(len(chosen), 1)

@@ -22,6 +22,7 @@ class Typical:
         link: The run's link.
         contention_ns: Computation that a byte costs which moves beside it, in ns.
         base_ns: Rest of the step: its time without that from the first gradient to the last completion.
+        drag: How many times as long bytes move beside computation.
     """
 
     arrival_ns: Floats
@@ -30,6 +31,7 @@ class Typical:
     link: Link
     contention_ns: float
     base_ns: float
+    drag: float = 1.0
 
     def slowdown(self, link: Link) -> float:
         """Return the extra time that computation takes while a link moves bytes, as a share.
@@ -43,6 +45,10 @@ class Typical:
         """Return the same step with `factor` times the contention."""
         return replace(self, contention_ns=self.contention_ns * factor)
 
+    def dragged(self) -> Typical:
+        """Return the same step if bytes move as they do because computation has half of the processor beside them."""
+        return replace(self, link=replace(self.link, beta_ns=self.link.beta_ns / 2), drag=2.0)
+
 
 @dataclass(frozen=True)
 class Fitted:
@@ -50,8 +56,7 @@ class Fitted:
 
     Attributes:
         typical: Fitted to all steps.
-        variants: Fitted to all but one block of steps, for each block, and to faster and slower transfers.
-        of_larger: Its link is fitted without the smallest buckets. A latency that they alone show is not sure.
+        variants: Fitted to all but one block of steps, for each block, and with the most latency that explains them.
         step_ns: Median step.
         slowdown: What slow ranks cost; None if the ranks' own times are not known.
         noise_ns: Error of the mean of all blocks' steps as a prediction of the left-out block's.
@@ -71,7 +76,6 @@ class Fitted:
 
     typical: Typical
     variants: tuple[Typical, ...]
-    of_larger: Typical
     step_ns: float
     slowdown: Slowdown | None
     noise_ns: float

@@ -36,17 +36,16 @@ def predict(fitted: Fitted, change: Change) -> Prediction | str:
     """Predict a batch's time after a change; returns the reason if the run does not show it.
 
     The prediction is the measured step times the ratio of two replays: with the change, and of the run as it is. The
-    interval is the envelope of the same prediction from all steps but one block, from faster and slower transfers, and
-    from more or less contention. For other ranks it also has a link fitted without the smallest buckets. It is widened
-    by the noise of the blocks' own steps, and by the replay's error on the run as it is, in proportion to the
-    communication that changes.
+    interval is the envelope of the same prediction from all steps but one block, with the most latency that explains
+    the transfers, and from more or less contention. It is widened by the noise of the blocks' own steps, and by the
+    replay's error on the run as it is, in proportion to the communication that changes.
     """
     if reason := refusal(fitted, change):
         return reason
     after, timeline, sizes = _after(fitted, fitted.typical, change)
     before, before_timeline, _ = _after(fitted, fitted.typical, Change())
     now_ns = fitted.step_ns / fitted.batches
-    ratios = [_ratio(fitted, typical, change) for typical in _variants(fitted, change)]
+    ratios = [_ratio(fitted, typical, change) for typical in _variants(fitted)]
     if change.world_size is not None and max(ratios) > _MAX_SPREAD * min(ratios):
         return (
             f"the latency of a transfer is not known well enough for {change.world_size} ranks: {min(ratios):.1f} to "
@@ -100,13 +99,17 @@ def best_caps(fitted: Fitted, change: Change | None = None) -> tuple[Change, Pre
     return min(known, key=lambda one: one[1].step_ns)
 
 
-def _variants(fitted: Fitted, change: Change) -> list[Typical]:
-    """Return the other fits, and the fit with other slowdowns. Other ranks multiply the latency, and its error."""
+def _variants(fitted: Fitted) -> list[Typical]:
+    """Return the other fits, and the fit with other contention.
+
+    What moves bytes computes on a processor, too. Beside the training thread it may have half of it, and bytes then
+    move half as fast, unless the link is the slower of the two.
+    """
     typical = fitted.typical
-    others = [*fitted.variants, fitted.of_larger] if change.world_size is not None else [*fitted.variants]
-    if fitted.slowdown_is_known:
-        return [*others, *(typical.with_contention_of(factor) for factor in _CONTENTION_RANGE)]
-    return [*others, replace(typical, contention_ns=_UNKNOWN_CONTENTION * typical.link.beta_ns)]
+    if not fitted.slowdown_is_known:
+        return [*fitted.variants, replace(typical, contention_ns=_UNKNOWN_CONTENTION * typical.link.beta_ns)]
+    others = [*fitted.variants, *(typical.with_contention_of(factor) for factor in _CONTENTION_RANGE)]
+    return [*others, typical.dragged()] if typical.link.beta_ns <= 2 * typical.contention_ns else others
 
 
 def _ratio(fitted: Fitted, typical: Typical, change: Change) -> float:
@@ -125,7 +128,8 @@ def _after(fitted: Fitted, typical: Typical, change: Change) -> tuple[float, Rep
         work_ns = work_ns + (cost.launch_ns - present.launch_ns) * np.cumsum(sizes)
         fixed_ns = fixed_ns + (cost.transfer_ns - present.transfer_ns) * sizes
     moved = sizes * cost.payload / present.payload
-    timeline = replay(work_ns, moved, link, typical.slowdown(link), queues=change.groups or 1, fixed_ns=fixed_ns)
+    queues, slowdown = change.groups or 1, typical.slowdown(link)
+    timeline = replay(work_ns, moved, link, slowdown, queues=queues, fixed_ns=fixed_ns, drag=typical.drag)
     step_ns = typical.base_ns + timeline.end_ns - _saved_beside(fitted, change)
     return _by_batch(fitted, typical, change, step_ns), timeline, sizes
 

@@ -46,11 +46,12 @@ def replay(
     *,
     queues: int = 1,
     fixed_ns: Floats | None = None,
+    drag: float = 1.0,
 ) -> Replayed:
     """Replay one backward.
 
-    Buckets are launched in order. Bucket i goes to queue i modulo `queues`, which moves one at a time. Transfers of
-    several queues share the link's bandwidth, and overlap in their latency.
+    Buckets are launched in order. Bucket i goes to queue i modulo `queues`, which moves `link.in_flight` at a time.
+    Transfers that move at once share the link's bandwidth, and overlap in their latency.
 
     Args:
         work_ns: Computation from the first gradient until each bucket is full, shape [buckets].
@@ -59,6 +60,7 @@ def replay(
         slowdown: Extra time that computation takes while communication runs, as a share: 0.2 for a fifth.
         queues: Process groups that take buckets in turn.
         fixed_ns: Further time of each transfer that no other transfer shares, same shape.
+        drag: How many times as long bytes move until the last bucket is full.
     """
     count = len(sizes)
     work = np.maximum.accumulate(work_ns).tolist()
@@ -66,7 +68,7 @@ def replay(
     moving = (link.beta_ns * sizes).tolist()
     ready, begun, done = [0.0] * count, [0.0] * count, [0.0] * count
     waiting: list[list[int]] = [[] for _ in range(queues)]
-    active: list[int | None] = [None] * queues
+    active: list[list[int]] = [[] for _ in range(queues)]
     now, worked, launched, finished = 0.0, 0.0, 0, 0
     while finished < count:
         while launched < count and work[launched] <= worked:
@@ -74,11 +76,12 @@ def replay(
             waiting[launched % queues].append(launched)
             launched += 1
         for queue in range(queues):
-            if active[queue] is None and waiting[queue]:
-                active[queue] = bucket = waiting[queue].pop(0)
+            while len(active[queue]) < link.in_flight and waiting[queue]:
+                bucket = waiting[queue].pop(0)
+                active[queue].append(bucket)
                 begun[bucket] = now
-        running = [bucket for bucket in active if bucket is not None]
-        sharing = max(1, sum(latency[bucket] <= 0 for bucket in running))
+        running = [bucket for of_queue in active for bucket in of_queue]
+        sharing = max(1, sum(latency[bucket] <= 0 for bucket in running)) * (drag if launched < count else 1.0)
         rate = 1 / (1 + slowdown) if running else 1.0
         steps = [latency[bucket] if latency[bucket] > 0 else moving[bucket] * sharing for bucket in running]
         if launched < count:
@@ -95,7 +98,7 @@ def replay(
                 moving[bucket] = 0.0
             if latency[bucket] <= 0 and moving[bucket] <= 0:
                 done[bucket] = now
-                active[bucket % queues] = None
+                active[bucket % queues].remove(bucket)
                 finished += 1
     return Replayed(np.array(ready), np.array(begun), np.array(done))
 

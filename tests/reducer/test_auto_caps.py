@@ -173,6 +173,7 @@ def test_candidates_are_those_that_the_model_predicts_to_be_faster() -> None:
             step_ns=np.full(40, 80e6),
             ready_ns=ready_ns,
             moving_ns=moving_ns,
+            done_ns=np.cumsum(moving_ns, axis=1),
             bucket_bytes=sizes,
             exposed_ns=exposed_ns,
             world_size=2,

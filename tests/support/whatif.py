@@ -62,11 +62,11 @@ class World:
         delay_ns = self.busy * CONTENTION_NS / self.link.beta_ns * computing_ns / 2
         factor = 1 + self.noise * np.random.default_rng(1).standard_normal(self.steps)
         knots = np.append(-1.0, fill(self.arrival_ns, self.sizes, caps_mb)[0])
-        moving_ns = timeline.done_ns - timeline.begun_ns
         return Observed(
             step_ns=step_ns * factor,
             ready_ns=np.outer(factor, timeline.ready_ns),
-            moving_ns=np.outer(factor, moving_ns),
+            moving_ns=np.outer(factor, moving_ns(timeline)),
+            done_ns=np.outer(factor, timeline.done_ns),
             bucket_bytes=np.asarray(np.bincount(bucket, self.sizes), np.float64),
             exposed_ns=timeline.exposed_ns * factor,
             world_size=2,
@@ -76,3 +76,12 @@ class World:
             run_delay_ns=delay_ns * np.ones(self.steps),
             running_ns=(self.busy * computing_ns - delay_ns) * np.ones(self.steps),
         )
+
+
+def moving_ns(timeline: Replayed) -> Floats:
+    """Return the time of each transfer from its begin or the end of the one before, as a run measures it."""
+    order = np.argsort(timeline.done_ns)
+    before_ns = np.append(0.0, timeline.done_ns[order][:-1])
+    times_ns = np.zeros(len(order))
+    times_ns[order] = timeline.done_ns[order] - np.maximum(before_ns, timeline.begun_ns[order])
+    return times_ns

@@ -17,6 +17,7 @@ from tests.support.whatif import MS, World
 
 PLAIN = World()
 SLOWED = World(busy=0.6)
+TWO_AT_ONCE = World(link=replace(PLAIN.link, in_flight=2))
 CAPS = (0.5, 1.0, 5.0, 25.0, 100.0)
 
 
@@ -33,7 +34,7 @@ def prediction(observed: Observed, change: Change) -> Prediction:
 
 
 @pytest.mark.parametrize("cap", CAPS)
-@pytest.mark.parametrize("world", [PLAIN, SLOWED], ids=["plain", "slowed"])
+@pytest.mark.parametrize("world", [PLAIN, SLOWED, TWO_AT_ONCE], ids=["plain", "slowed", "two at once"])
 def test_another_cap_takes_what_it_is_predicted_to_take(world: World, cap: float) -> None:
     answer = prediction(world.observed(2.5), Change(caps_mb=(cap,)))
     assert answer.step_ns == pytest.approx(world.step_ns(cap), rel=0.02)
@@ -201,6 +202,18 @@ def test_one_size_of_buckets_does_not_show_the_latency() -> None:
     result = predict(replace(one, parameters_known=False), Change(link_gbps=1))
     assert isinstance(result, str)
     assert "one bucket size seen" in result
+
+
+def test_bytes_that_moved_beside_computation_may_move_faster_alone() -> None:
+    """The thread that moves them had half of the processor: a link that is slower than it does not show that."""
+    change, holds = Change(caps_mb=(100.0,)), []
+    for beta_ns in (3.5, 8.0):
+        observed = replace(SLOWED, link=replace(SLOWED.link, beta_ns=beta_ns)).observed(0.5, 1.0)
+        model = fitted(observed)
+        faster = predict(replace(model, typical=model.typical.dragged(), variants=()), change)
+        assert isinstance(faster, Prediction)
+        holds.append(prediction(observed, change).low_ns <= faster.step_ns)
+    assert holds == [True, False]
 
 
 def test_too_few_steps_are_refused() -> None:

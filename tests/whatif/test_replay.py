@@ -37,6 +37,20 @@ def test_groups_overlap_their_latency_and_share_the_link() -> None:
     assert replay(*both, Link(5.0, 1.0, is_separated=True), queues=1).end_ns == 30
 
 
+def test_transfers_of_one_group_that_move_at_once_share_the_link() -> None:
+    """The first moves alone for 4 ns, then half as fast; the third takes the place of the second."""
+    timeline = replay(
+        np.array([0.0, 4.0, 4.0]), np.array([10.0, 3.0, 1.0]), Link(0.0, 1.0, is_separated=True, in_flight=2)
+    )
+    assert timeline.begun_ns.tolist() == [0, 4, 10]
+    assert timeline.done_ns.tolist() == [14, 10, 12]
+
+
+def test_bytes_may_take_longer_beside_computation() -> None:
+    timeline = replay(np.array([0.0, 12.0]), np.array([10.0, 4.0]), Link(0.0, 1.0, is_separated=True), drag=2.0)
+    assert timeline.done_ns.tolist() == [16, 20]
+
+
 def test_further_time_of_a_transfer_keeps_its_queue() -> None:
     timeline = replay(np.zeros(2), np.array([4.0, 4.0]), LINK, fixed_ns=np.array([2.0, 0.0]))
     assert timeline.done_ns.tolist() == [7, 12]

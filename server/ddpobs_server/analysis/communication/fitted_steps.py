@@ -59,9 +59,11 @@ def _fitted(evidence: Evidence) -> Fitted | str:
 
 
 def _observed(evidence: Evidence, columns: ColumnReader, transfers: Transfers) -> Observed | str:
-    matrix = _by_step(transfers)
-    if isinstance(matrix, str):
-        return matrix
+    if not len(transfers):
+        return "no step in which the ranks can be compared has bucket spans of all of them"
+    if len(np.unique(transfers.module)) > 1:
+        return "the run has several DDP modules, whose buckets share the link: not replayed"
+    matrix = transfers.rows_of_steps
     joined, steps = _joined_with(evidence.joined, transfers.step[matrix[:, 0]])
     matrix = matrix[steps]
     parameters = arrivals(evidence, columns)
@@ -72,6 +74,7 @@ def _observed(evidence: Evidence, columns: ColumnReader, transfers: Transfers) -
         step_ns=evidence.joined.step_ns[joined],
         ready_ns=transfers.ready_ns[matrix],
         moving_ns=transfers.moving_ns[matrix],
+        done_ns=transfers.done_ns[matrix],
         bucket_bytes=transfers.size_bytes[matrix[0]].astype(np.float64),
         exposed_ns=transfers.exposed_ns[matrix[:, 0]],
         world_size=max(evidence.world_size, len(evidence.joined.ranks)),
@@ -88,22 +91,6 @@ def _observed(evidence: Evidence, columns: ColumnReader, transfers: Transfers) -
         own_ns=evidence.joined.phases_ns[joined],
         phases=wire.OWN_PHASES,
     )
-
-
-def _by_step(transfers: Transfers) -> wire.Ints | str:
-    """Return the row of each step's buckets in launch order, shape [steps, buckets], or why there is none.
-
-    Steps that lack a bucket are left out.
-    """
-    if not len(transfers):
-        return "no step in which the ranks can be compared has bucket spans of all of them"
-    if len(np.unique(transfers.module)) > 1:
-        return "the run has several DDP modules, whose buckets share the link: not replayed"
-    buckets = int(transfers.bucket.max()) + 1
-    order = np.lexsort((transfers.bucket, transfers.step))
-    begins = np.flatnonzero(np.diff(transfers.step[order], prepend=-1))
-    whole = begins[np.diff(begins, append=len(order)) == buckets]
-    return np.asarray(order[whole[:, None] + np.arange(buckets)])
 
 
 def _joined_with(joined: JoinedSteps, step: wire.Ints) -> tuple[wire.Ints, wire.Ints]:

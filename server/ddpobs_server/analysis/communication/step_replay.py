@@ -1,7 +1,7 @@
 """What-if: the exposed communication of a typical step with other buckets, bytes, or order.
 
-A parameter is ready when its slowest rank is. Buckets are filled in order, and one bucket moves at a time, in the time
-that the run's own link takes. The replay of the run's own buckets against its measurement gives the error.
+A parameter is ready when its slowest rank is. Buckets are filled in order, and move as the run's own link moves them.
+The replay of the run's own buckets against its measurement gives the error.
 
 Source: dPRO (arXiv 2205.02473) replays a step from its own trace; here only its communication.
 """
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddpobs.whatif.link import Link
-from ddpobs_server.analysis.communication import link_model
+from ddpobs.whatif.link_of_step import links_of_steps
+from ddpobs.whatif.replay import replay
 from ddpobs_server.analysis.communication.transfers import Transfers, latest_transfers
 from ddpobs_server.analysis.evidence import MIN_STEPS, ColumnsTooLargeError, Evidence
 from ddpobs_server.analysis.finding import Gain
@@ -55,7 +56,7 @@ class Replay:
             sizes: Their bytes.
             extra_ns: Time that the change itself costs.
         """
-        return self.saving(self.now_ns - link_model.exposed_ns(ready_ns, sizes, self.model) - extra_ns, self.error_ns)
+        return self.saving(self.now_ns - replay(ready_ns, sizes, self.model).exposed_ns - extra_ns, self.error_ns)
 
     def saving(self, saved_ns: float, error_ns: float, least: float = MIN_GAIN) -> Gain | None:
         """Return a gain; None unless it is at least the share `least` of the step after its error."""
@@ -83,9 +84,13 @@ def _replay(evidence: Evidence) -> Replay | str:
         return str(error)
     if transfers.steps < MIN_STEPS:
         return f"only {transfers.steps} of the {MIN_STEPS} steps that a judgement needs have bucket spans of all ranks"
-    model = link_model.fit_transfers(transfers)
-    ready_ns, sizes = link_model.typical_step(transfers)
-    now_ns = link_model.exposed_ns(ready_ns, sizes, model)
+    rows = transfers.rows_of_steps
+    if not len(rows):
+        return "no step has the spans of all buckets"
+    sizes = transfers.size_bytes[rows[0]].astype(np.float64)
+    times = (transfers.ready_ns[rows], transfers.done_ns[rows], transfers.moving_ns[rows])
+    model, ready_ns = links_of_steps(*times, sizes)[0], np.median(transfers.ready_ns[rows], axis=0)
+    now_ns = replay(ready_ns, sizes, model).exposed_ns
     error_ns = abs(now_ns - float(np.median(transfers.exposed_by_step_ns)))
     return Replay(transfers, model, ready_ns, sizes, now_ns, error_ns, float(np.median(evidence.joined.step_ns)))
 

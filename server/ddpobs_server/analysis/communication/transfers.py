@@ -43,6 +43,7 @@ class Transfers:
         moving_ns: Time without waiting, shape [transfers].
         waiting_ns: Time that each rank waits for the last rank, shape [transfers, ranks].
         ready_ns: Readiness since the step's first readiness on that rank, the latest over ranks, shape [transfers].
+        done_ns: Completion since then, the earliest over ranks, shape [transfers].
         exposed_ns: Time of the transfer's step from the last readiness to the last completion, without waiting,
             shape [transfers].
     """
@@ -55,6 +56,7 @@ class Transfers:
     moving_ns: Floats
     waiting_ns: Floats
     ready_ns: Floats
+    done_ns: Floats
     exposed_ns: Floats
     row: wire.Ints
 
@@ -89,6 +91,23 @@ class Transfers:
     def exposed_by_step_ns(self) -> Floats:
         """Exposed time without waiting, shape [steps]."""
         return self.exposed_ns[np.unique(self.step, return_index=True)[1]]
+
+    @property
+    def rows_of_steps(self) -> wire.Ints:
+        """Row of each bucket of each step, shape [steps, buckets]; steps that lack a bucket are left out.
+
+        Buckets are in launch order, which their readiness tells where there are several modules.
+        """
+        _, column = np.unique(np.stack([self.module, self.bucket]), axis=1, return_inverse=True)
+        column = column.reshape(-1)
+        order = np.lexsort((column, self.step))
+        begins = np.flatnonzero(np.diff(self.step[order], prepend=-1))
+        buckets = int(column.max(initial=-1)) + 1
+        whole = begins[np.diff(begins, append=len(order)) == buckets]
+        rows: wire.Ints = order[whole[:, None] + np.arange(buckets)]
+        if not len(rows) or not self.module.any():
+            return rows
+        return np.asarray(rows[:, np.argsort(np.median(self.ready_ns[rows], axis=0), kind="stable")])
 
     @property
     def latest_layout(self) -> Transfers:
@@ -194,7 +213,7 @@ def transfers(spans: tuple[wire.Ints, wire.Spans], collective: wire.Ints, sizes:
 
 def _measure(columns: wire.Spans, collective: wire.Ints, size: wire.Ints, table: wire.Ints) -> Transfers:
     """Compute each transfer from the rows of all ranks, shape [transfers, ranks]."""
-    busy_ns, ready_ns, exposed_ns = (np.zeros(table.shape) for _ in range(3))
+    busy_ns, ready_ns, ended_ns, exposed_ns = (np.zeros(table.shape) for _ in range(4))
     for index in range(table.shape[1] if len(table) else 0):
         rows = table[:, index]
         order = np.lexsort((columns.done_ns[rows], collective))
@@ -206,7 +225,9 @@ def _measure(columns: wire.Spans, collective: wire.Ints, size: wire.Ints, table:
         previous_ns[first] = columns.launched_ns[rows[first]]
         begun_ns = np.maximum(columns.launched_ns[rows], columns.started_ns[rows])
         busy_ns[order, index] = np.maximum(0, done_ns - np.maximum(begun_ns, previous_ns))
-        ready_ns[order, index] = ready - np.repeat(np.minimum.reduceat(ready, first), counts)
+        origin_ns = np.repeat(np.minimum.reduceat(ready, first), counts)
+        ready_ns[order, index] = ready - origin_ns
+        ended_ns[order, index] = done_ns - origin_ns
         after_ns = np.maximum.reduceat(done_ns, first) - np.maximum.reduceat(ready, first)
         exposed_ns[order, index] = np.repeat(np.maximum(0, after_ns), counts)
     moving_ns = busy_ns.min(axis=1, initial=np.inf)
@@ -220,6 +241,7 @@ def _measure(columns: wire.Spans, collective: wire.Ints, size: wire.Ints, table:
         moving_ns=moving_ns,
         waiting_ns=busy_ns - moving_ns[:, None],
         ready_ns=ready_ns.max(axis=1, initial=0.0),
+        done_ns=ended_ns.min(axis=1, initial=np.inf),
         exposed_ns=exposed_ns.min(axis=1, initial=np.inf),
         row=table,
     ).select(np.lexsort((columns.done_ns[rows], collective)))
