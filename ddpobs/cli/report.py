@@ -30,7 +30,7 @@ from ddpobs.cli.app import (
 from ddpobs.client.reader import page_address, read, read_file
 from ddpobs.config import TelemetryConfig
 from ddpobs.errors import CollectorError
-from ddpobs.shared.quantities import counted
+from ddpobs.shared.quantities import counted, time_of_day
 from ddpobs.shared.words import LABEL_COLUMNS, finding_heading, finding_lines, labelled, percent, shown_findings
 from ddpobs.wire import printable
 
@@ -74,7 +74,7 @@ def report(
             with_pipeline = {} if pipeline is None else {"pipeline": pipeline}
             typer.echo(json.dumps(diagnosis | {"account": account} | with_pipeline, indent=2))
         else:
-            _print(diagnosis, account, pipeline, _interrupt(config, run))
+            _print(diagnosis, account, pipeline, _end(config, run))
             typer.echo(f"\n{page_address(config.collector, run)}")
     if fail_on is not None:
         severities = list(Severity)[list(Severity).index(fail_on) :]
@@ -95,13 +95,17 @@ def _save_html(config: TelemetryConfig, run: str, file: Path) -> None:
         fail(f"{file}: {error.strerror}", FAILED)
 
 
-def _interrupt(config: TelemetryConfig, run: str) -> str:
-    """Return the rank and the place of the interrupt that ended the latest attempt; empty if none did."""
+def _end(config: TelemetryConfig, run: str) -> tuple[str, str]:
+    """Return how and when the latest attempt ended, and its outcome; empty while it runs."""
     try:
         latest = read(config, f"/runs/{run}/attempts").document["attempts"][-1]
     except CollectorError:
-        return ""
-    return f"rank {latest['first_rank']}: {latest['reason']}" if latest["outcome"] == "interrupted" else ""
+        return "", ""
+    if latest["ended_ns"] is None:
+        return "", ""
+    outcome = latest["outcome"]
+    how = f"rank {latest['first_rank']}: {latest['reason']}" if outcome == "interrupted" else outcome
+    return f"{how}; its last batch arrived at {time_of_day(latest['ended_ns'])}", outcome
 
 
 def _pipeline(config: TelemetryConfig, run: str) -> dict[str, Any] | None:
@@ -112,14 +116,16 @@ def _pipeline(config: TelemetryConfig, run: str) -> dict[str, Any] | None:
         return None
 
 
-def _print(diagnosis: dict[str, Any], account: dict[str, Any], pipeline: dict[str, Any] | None, interrupt: str) -> None:
+def _print(
+    diagnosis: dict[str, Any], account: dict[str, Any], pipeline: dict[str, Any] | None, end: tuple[str, str]
+) -> None:
     findings = shown_findings(diagnosis)
     summary = diagnosis["summary"]
     if findings:
         summary = f"{counted(len(findings), 'finding')} in {counted(diagnosis['steps_seen'], 'step')}"
     echo(f"run {diagnosis['run']}: {summary}")
-    if interrupt:
-        echo(interrupt, "interrupted")
+    if end[0]:
+        echo(*end)
     for finding in findings:
         typer.echo()
         echo(finding_heading(finding), finding["severity"])
