@@ -16,8 +16,8 @@ _TOGETHER_NS = 5 * 10**9
 """Ranks whose last batches arrived within this time fell silent together: pulses are sent every two seconds."""
 _MAX_PLACES = 3
 _REMEDY = (
-    "Look for the job in the scheduler, and whether the hosts are up. If it trains on, check the network from its "
-    "hosts to the collector."
+    "Look for the job in the scheduler, and check that its hosts are up. If it trains on, check the network from them "
+    "to the collector."
 )
 
 
@@ -83,7 +83,8 @@ def _order(silent: list[int], earlier_ns: dict[int, int]) -> str:
     if before := {rank: ns for rank, ns in sorted(earlier_ns.items()) if ns >= _TOGETHER_NS}:
         parts.append(f"{format_ranks(list(before))} fell silent {duration(min(before.values()))} before the last ones")
     if not parts and len(silent) > 1:
-        parts.append(f"all {len(silent)} ranks fell silent within {duration(_TOGETHER_NS)}")
+        everyone = "both ranks" if len(silent) == 2 else f"all {len(silent)} ranks"
+        parts.append(f"{everyone} fell silent within {duration(_TOGETHER_NS)}")
     return "; ".join(parts)
 
 
