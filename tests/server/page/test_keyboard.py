@@ -66,7 +66,7 @@ def test_controls_that_belong_together_are_one_tab_stop(browser: Any, url: str) 
     while not stops or not stops[-1].startswith("rank "):
         press("Tab")
         stops.append(focused(f"() => document.activeElement.dataset.key ?? ({_FOCUSED})()"))
-        assert len(stops) <= 30, stops
+        assert len(stops) <= 32, stops
     assert [stop for stop in stops if "trace" in stop or "report" in stop] == ["tracetrace …"]
     press("ArrowDown")
     assert focused("document.activeElement.dataset.key") == "rank 0"
