@@ -16,6 +16,7 @@ from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.findings.registry import FINDINGS, MODULES
 
 from ddpobs import wire
+from ddpobs.wire.facts import DUMPED
 from tests.support.analysis.accounts import S, phases, process
 from tests.support.analysis.failures import evidence as failed_run
 from tests.support.analysis.judged import findings_in
@@ -113,8 +114,8 @@ def stuck(other: wire.Pulse) -> Evidence:
     return failed_run(pulses={0: pulse("bucket", module=0, bucket=0), 1: other})
 
 
-def silent(*, is_lost: bool) -> Evidence:
-    return failed_run(is_lost=is_lost, silent_ns={1: 60 * S}, last_batch_ns={0: 60 * S * (not is_lost), 1: 0})
+def silent(**known: Any) -> Evidence:
+    return failed_run(is_lost=True, last_batch_ns={0: 0, 1: 0}, **known)
 
 
 def ended(kind: str, **detail: wire.Scalar) -> Evidence:
@@ -212,7 +213,7 @@ PAIRS: dict[str, Pair] = {
     "hang": Pair(lambda: stuck(pulse("data", phase="data")), lambda: stuck(pulse("checkpoint", 300))),
     "imbalanced-batches": Pair(lambda: by_samples(varies=True), lambda: by_samples(varies=False)),
     "input-bound": Pair(lambda: data_on(0, 1, 2, 3), lambda: data_on(2)),
-    "lost": Pair(lambda: silent(is_lost=True), lambda: silent(is_lost=False)),
+    "lost": Pair(silent, lambda: silent(events=[(0, wire.Event(kind=DUMPED, at_ns=0))])),
     "network-slow": Pair(lambda: slow_link(0.0), lambda: slow_link(30.0)),
     "not-reduced": Pair(lambda: reported("not_reduced"), lambda: reported("comm_hook_set")),
     "other-bound": Pair(lambda: looked_at("other", "log"), lambda: looked_at("other", "cuda")),

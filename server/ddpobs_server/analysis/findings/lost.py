@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ddpobs import wire
 from ddpobs.shared.quantities import duration, time_of_day
 from ddpobs.shared.words import format_ranks
+from ddpobs.wire.facts import DUMPED
 from ddpobs_server.analysis.causes.rank_ends import place_in_step
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding
@@ -45,8 +46,8 @@ FACTS = (LostFacts,)
 
 def lost(evidence: Evidence) -> Judgement:
     """Report that no rank sends any more. Why is not known: nothing is received that could show it."""
-    if not evidence.is_lost:
-        return []
+    if not evidence.is_lost or any(event.kind == DUMPED for _, event in evidence.events):
+        return []  # Nothing follows the import of dumps.
     silent = [rank for rank in range(evidence.world_size) if not evidence.ended.get(rank)]
     last_ns = {rank: at_ns for rank, at_ns in evidence.last_batch_ns.items() if rank in silent}
     earlier_ns = {rank: max(last_ns.values()) - at_ns for rank, at_ns in last_ns.items()}
