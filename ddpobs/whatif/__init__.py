@@ -5,18 +5,18 @@
     best = best_caps(fitted)                        # (Change, Prediction), or a sentence
 
 The collector makes `Observed` from stored columns, a training from its own spans. It needs per step and bucket
-`ready_ns` (the latest over the ranks) and `moving_ns` (the least), per step `step_ns` and `exposed_ns`, and the bytes
-of each bucket; to split one also `arrival_ns`, `parameter_bytes` and `parameter_bucket`. All times are float64 in ns,
-on each rank's own clock. All sizes are bytes.
+`ready_ns` (the latest over the ranks), `moving_ns` and `done_ns` (the least), per step `step_ns` and `exposed_ns`, and
+the bytes of each bucket; to split one also `arrival_ns`, `parameter_bytes` and `parameter_bucket`. All times are
+float64 in ns, on each rank's own clock. All sizes are bytes.
 
 A `Change` names what differs: `caps_mb` (MB of 2**20 bytes; one cap, or a list from the first bucket on), `strategy`,
 `batches`, `groups`, `world_size`, `link_gbps` or `link_factor`, `repaired_rank`, `repaired_phase`, `find_unused`. A
 `Prediction` has `step_ns`, `low_ns`, `high_ns`, `now_ns`, `saved_ns`, `saved_ratio`, `error_ns`, and the times of the
 replayed buckets.
 
-Modules: `link` (bytes to time), `buckets` (gradients to buckets), `replay` (one backward), `fit`, `predict`, `refusal`,
-`repair` (slow ranks), `strategies` (bytes and computation of `comm=`), `model` (the types). All are pure functions over
-numpy arrays.
+Modules: `link` (bytes to time), `link_of_step` (its fit), `buckets` (gradients to buckets), `replay` (one backward),
+`fit`, `predict`, `refusal`, `repair` (slow ranks), `strategies` (bytes and computation of `comm=`), `model` (the
+types). All are pure functions over numpy arrays.
 """
 
 from ddpobs.whatif.fit import MIN_STEPS, Observed, fit

@@ -21,7 +21,7 @@ _SHARES = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9, 1.0)
 """Latency, as shares of the time in which data moves."""
 _REFINEMENTS = 5
 """How often the gaps beside the best share are halved."""
-_MOST_IN_FLIGHT = 2
+_MAX_IN_FLIGHT = 2
 _BETTER = 0.9
 """Error of a replay with more transfers at once, over that with fewer, below which there are more."""
 _AS_GOOD = 1.5
@@ -65,7 +65,7 @@ def _explaining(step: _Step) -> tuple[Link, Link]:
     is_separated = not is_small and float(sizes.max()) >= SEPARABLE * float(sizes.min())
     shares = _SHARES if is_separated else (float(is_small),)
     tries = [step.tried(share, 1) for share in shares]
-    for in_flight in range(2, 1 + _MOST_IN_FLIGHT):
+    for in_flight in range(2, 1 + _MAX_IN_FLIGHT):
         more = [step.tried(share, in_flight) for share in shares]
         if _least(more).error < _BETTER * _least(tries).error:
             tries = more
