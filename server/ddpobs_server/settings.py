@@ -166,7 +166,7 @@ class Settings(BaseSettings):
         None, description="Key of the messages' signatures: whsec_ and 24 to 64 bytes in Base64."
     )
     webhook_severity: Literal["warning", "critical"] = Field(
-        "critical", description="Least severity of a finding that is sent."
+        "critical", description="Least severity of a finding that is sent; a lost run always is."
     )
     webhook_after_s: float = Field(60, ge=0, description="Seconds for which a finding holds before it is sent.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe lines written.")

@@ -26,6 +26,8 @@ _KNOWN = 20_000
 """Attempts whose sent findings are remembered."""
 _CLOSE_S = 2.0
 _SEVERITIES = {"critical": ("critical",), "warning": ("critical", "warning")}
+_ALWAYS = ("lost",)
+"""Codes that are sent with any severity: a job that went away costs all of its time."""
 
 
 class WebhookJob:
@@ -95,7 +97,8 @@ class WebhookJob:
     def _severe_enough(self, run: Run, outline: DiagnosisOutline | None) -> set[NotificationKey]:
         severities = _SEVERITIES[self._settings.webhook_severity]
         counts = outline.counts if outline else {}
-        return {NotificationKey(run.run, run.attempt, *kind) for kind in counts if kind[1] in severities}
+        kinds = [kind for kind in counts if kind[1] in severities or kind[0] in _ALWAYS]
+        return {NotificationKey(run.run, run.attempt, *kind) for kind in kinds}
 
     def _holds(self, since_s: float) -> bool:
         return self._now_s() - since_s >= self._settings.webhook_after_s

@@ -107,7 +107,7 @@ def test_a_lost_run_is_sent_once_with_the_ranks_that_were_last_heard_and_their_p
     store.close()
     (request,) = receiver.requests
     (finding,) = json.loads(request.body)["data"]["findings"]
-    assert (finding["code"], finding["severity"], finding["ranks"]) == ("lost", "critical", [0, 1])
+    assert (finding["code"], finding["severity"], finding["ranks"]) == ("lost", "warning", [0, 1])
     assert finding["where"] == "ranks 0 and 1 in backward of step 7 (train.py:31)"
     assert finding["cause"].startswith("not known")
 

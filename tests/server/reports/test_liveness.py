@@ -106,7 +106,7 @@ def test_a_run_whose_ranks_all_fall_silent_is_lost_until_one_sends_again(store: 
     assert lost(reports) == []
     clock.ns += 2 * S
     (finding,) = lost(reports)
-    assert (finding["severity"], finding["ranks"]) == ("critical", [0, 1])
+    assert (finding["severity"], finding["ranks"]) == ("warning", [0, 1])
     assert finding["where"] == "ranks 0 and 1 in backward of step 7"
     explained = DiagnosisOutline.of(reports.diagnostics("run", ATTEMPT)).findings[0]
     assert explained.explanation == (finding["cause"], finding["where"], finding["remedy"])

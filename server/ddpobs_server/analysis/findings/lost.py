@@ -45,7 +45,7 @@ FACTS = (LostFacts,)
 
 
 def lost(evidence: Evidence) -> Judgement:
-    """Report that no rank sends any more. Why is not known: nothing is received that could show it."""
+    """Report that no rank sends any more. It is a warning: why is not known, as nothing arrives that could show it."""
     if not evidence.is_lost or any(event.kind == DUMPED for _, event in evidence.events):
         return []  # Nothing follows the import of dumps.
     silent = [rank for rank in range(evidence.world_size) if not evidence.ended.get(rank)]
@@ -57,7 +57,7 @@ def lost(evidence: Evidence) -> Judgement:
     return [
         Finding(
             code="lost",
-            severity="critical",
+            severity="warning",
             verdict=f"No rank has sent anything since {time_of_day(max(evidence.last_batch_ns.values()))}",
             measure=_order(silent, earlier_ns),
             cause=f"not known: no end was reported from {format_ranks(silent)}",

@@ -33,7 +33,7 @@ def test_a_lost_run_names_the_ranks_that_were_last_heard_with_their_places() -> 
         2: pulse("exposed_comm", 412),
     }
     finding = only(lost(silent({0: 53, 1: 51, 2: 52}, pulses=pulses, hosts={0: "n1", 1: "n1", 2: "n2"})))
-    assert (finding.severity, finding.ranks, finding.steps) == ("critical", [0, 1, 2], (412, 412))
+    assert (finding.severity, finding.ranks, finding.steps) == ("warning", [0, 1, 2], (412, 412))
     assert finding.verdict == "No rank has sent anything since 2026-11-28 23:10:53 UTC"
     assert finding.measure == "all 3 ranks fell silent within 5 s"
     assert finding.cause == "not known: no end was reported from ranks 0, 1 and 2"
