@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -23,7 +24,7 @@ from ddpobs.recording.hooks.pipeline_hooks import PipelineHooks
 from ddpobs.recording.hooks.process_hooks import ProcessHooks
 from ddpobs.recording.journal import Journal
 from ddpobs.recording.looks.activity import ActivityWatch, frames_of, place_of
-from ddpobs.recording.looks.code_samples import FIRST_LOOKS_S, LATER_LOOKS_S, CodeSamples
+from ddpobs.recording.looks.code_samples import LOOKS, CodeSamples
 from ddpobs.recording.looks.pulses import Pulses
 from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.recording.probes.counter_reader import CounterReader
@@ -87,10 +88,13 @@ class Observation:
 
     def schedule(self, exporter: Exporter) -> None:
         """Let the exporter's thread look for what no hook reports."""
-        exporter.call_every(FIRST_LOOKS_S, lambda: DONE if self._samples.look() else None)
-        exporter.call_every(LATER_LOOKS_S, self._samples.look)
+        for seconds, enough in LOOKS:
+            exporter.call_every(seconds, partial(self._look, enough))
         exporter.call_every(self._pulse_s, self._loaders.report_repeated_order)
         exporter.call_every(self._pulse_s, lambda: DONE if self.pipelines.install() else None)
+
+    def _look(self, enough: int | None) -> object:
+        return DONE if self._samples.look(enough) else None
 
     def install_hooks(
         self,

@@ -1,7 +1,8 @@
 """Looks at the training thread's code inside of steps, on the telemetry thread: where its time in no call goes.
 
-The first looks follow each other at 0.05 s, later ones at 0.25 s. Each stands for the time
-since the look before it, so that the first seconds of a run weigh no more than others. A look costs 30 µs. It
+The first looks follow each other at 0.05 s, the next ones at 0.25 s, and later ones at 1 s, when the thread wakes up
+anyway: a thread that wakes up costs a training on the same processor more than what it does. Each look stands for the
+time since the look before it, so that the first seconds of a run weigh no more than others. A look costs 30 µs. It
 counts once a training forward has followed without an evaluation or a checkpoint: then it was inside of a step. The
 mode of the modules alone is no evaluation: a policy that acts, or a model that generates, does so in evaluation mode.
 
@@ -29,11 +30,10 @@ from ddpobs.recording.place.place_file import Slot
 from ddpobs.recording.probes.loop_frames import asks_iterator, called_name
 from ddpobs.steps.raw_step import DATA, OTHER
 
-FIRST_LOOKS_S, LATER_LOOKS_S = 0.05, 0.25
-"""Seconds between the first looks, and between all others."""
-_FIRST_LOOKS = 64
-_MAX_LOOKS = 512
-"""Maximum number of looks that count: those of two minutes."""
+LOOKS = ((0.05, 64), (0.25, 192), (1.0, None))
+"""Seconds between two looks, and the number of looks after which there are no more of these."""
+_MAX_LOOKS = 256
+"""Maximum number of looks that count: those of four minutes."""
 _MAX_OPEN = 64
 """Maximum number of looks kept while no forward follows."""
 _JUDGED_LOOKS, _MIN_LOOKS = 64, 8
@@ -88,8 +88,8 @@ class CodeSamples:
         self._gap_is_data = False
         self._ended = False
 
-    def look(self) -> bool:
-        """Look once; return whether the first looks are over."""
+    def look(self, enough: int | None = None) -> bool:
+        """Look once; return whether so many looks count now."""
         self._settle()
         journal, now_ns = self._journal, self._now_ns()
         time_ns, self._last_ns = max(1, now_ns - self._last_ns), now_ns
@@ -98,7 +98,7 @@ class CodeSamples:
             look = self._look_now()
             if look is not None and before == self._position():  # Else training went on meanwhile.
                 self._open.append(look._replace(time_ns=time_ns))
-        return len(self._looks) >= _FIRST_LOOKS
+        return enough is not None and len(self._looks) >= enough
 
     def end(self) -> None:
         """Look no more: training is over."""

@@ -168,7 +168,7 @@ def test_looks_and_places_are_bounded() -> None:
     exec(compile(f"def loop(training):\n  for _ in range(30):\n{source}", "long_loop.py", "exec"), loop)
     assert callable(loop["loop"])
     loop["loop"](training)
-    assert training.samples.count == 512
+    assert training.samples.count == 256
     assert len(training.samples.places()) == 8
 
 
@@ -185,3 +185,13 @@ def test_counts_of_loaders_fade() -> None:
     assert isinstance(record, wire.Input)
     assert (record.batches, record.workers, record.ahead) == (2048, 2, 2)
     assert record.awaited_ns == [0, 2048 * 2_000_000]
+
+
+def test_frequent_looks_end_once_enough_of_them_count() -> None:
+    training = LookedAt()
+    ends = []
+    for _ in range(6):
+        ends.append(training.samples.look(3))
+        training.step()
+    assert ends == [False] * 5 + [True]  # Before the second forward the training loop is not known.
+    assert not training.samples.look()
