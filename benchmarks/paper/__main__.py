@@ -22,8 +22,8 @@ from typing import Any
 
 from benchmarks.faults.launch import ranks_of
 from benchmarks.links import INTERFACE, LinkError, Links, address, links
-from benchmarks.paper import scaling
-from benchmarks.paper.experiments import EXPERIMENTS, Variant
+from benchmarks.paper import predictions, scaling
+from benchmarks.paper.experiments import EXPERIMENTS, Experiment, Variant
 from benchmarks.paper.tables import CLAIMS_HEAD, claims, table
 from benchmarks.rig import patience
 from benchmarks.source import facts, keep, resumed
@@ -43,18 +43,18 @@ Settings = dict[str, dict[str, list[dict[str, Any]]]]
 """Launches by model and rate, and by the variant's title."""
 
 
-def launch(variant: Variant, model: str, network: Links, steps: int) -> dict[str, Any]:
+def launch(experiment: Experiment, variant: Variant, model: str, network: Links, steps: int) -> dict[str, Any]:
     """Train one variant, and return the first rank's result, with predictions if the variant makes them."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        steps = max(steps, scaling.STEPS) if variant.predicts else steps
+        steps = max(steps, predictions.STEPS) if variant.predicts else steps
         arguments = json.dumps({"model": model, "variant": asdict(variant), "steps": steps})
         try:
             (_over_mpi if variant.mpi else _over_gloo)(variant, arguments, folder, network)
         except RuntimeError as error:
             raise RuntimeError(f"{variant.title}, {model}, failed: {error}") from error
         result: dict[str, Any] = json.loads((folder / "result.json").read_text())
-        return result | {"predicted": scaling.predict(folder)} if variant.predicts else result
+        return result | {"predicted": predictions.predict(folder, experiment.questions)} if variant.predicts else result
 
 
 def _over_gloo(variant: Variant, arguments: str, folder: Path, network: Links) -> None:
@@ -64,7 +64,7 @@ def _over_gloo(variant: Variant, arguments: str, folder: Path, network: Links) -
         arguments,
         ranks=variant.ranks,
         folder=folder,
-        environ=environ | (scaling.environ(folder) if variant.predicts else {}),
+        environ=environ | (predictions.environ(folder) if variant.predicts else {}),
         namespaces=network.namespaces,
         master=address(0),
     ) as ranks:
@@ -80,7 +80,7 @@ def _over_mpi(_: Variant, arguments: str, folder: Path, network: Links) -> None:
         raise RuntimeError(done.stdout + done.stderr)
 
 
-def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
+def measure(experiment: Experiment, options: argparse.Namespace, results: dict[str, Any]) -> None:
     """Add rounds to the results, and keep them after each."""
     settings: Settings = results["settings"]
     with links(max(variant.ranks for variant in options.only), "1gbit") as network:
@@ -92,7 +92,9 @@ def measure(options: argparse.Namespace, results: dict[str, Any]) -> None:
                     network.set_delay(float(delay.removesuffix("ms") or 0) / 1e3)
                     found = settings.setdefault(f"{model}, {rate}", {})
                     for variant in random.sample(options.only, len(options.only)):
-                        found.setdefault(variant.title, []).append(launch(variant, model, network, options.steps))
+                        found.setdefault(variant.title, []).append(
+                            launch(experiment, variant, model, network, options.steps)
+                        )
             keep(results, options.json)
             print(f"round {round_ + 1} of {options.rounds}", file=sys.stderr, flush=True)
 
@@ -123,7 +125,7 @@ def main() -> None:
     fresh = facts(*_MEASURED) | {"experiment": options.experiment, "settings": {}}
     results = resumed(options.json, fresh, anew=options.anew)
     try:
-        measure(options, results)
+        measure(experiment, options, results)
     except LinkError as error:
         sys.exit(f"benchmarks.paper: {error}")
     print(table(results) + "\n" + rows_of(CLAIMS_HEAD, claims(results)))

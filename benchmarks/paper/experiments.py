@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 ONE_BUCKET_MB = 10_000.0
+RANKS = tuple(2**power for power in range(1, 9))
+"""Numbers of ranks that are predicted."""
+LINES: dict[str, dict[str, Any]] = {
+    **{f"every {batches}": {"accumulate": batches} for batches in (1, 2, 4, 8)},
+    "every 1, 100 Gbit/s": {"link_gbps": 100.0},
+}
+"""The lines predicted over `RANKS`, each with its question. The paper's cluster has links of 100 Gbit/s."""
+_DEFAULT_CAPS = "1:25"
+"""Of the first bucket and the others, in MB."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +34,7 @@ class Variant:
         comm: The communication strategy.
         ranks: Number of ranks.
         mpi: The gradients travel over MPI, not gloo. Two ranks.
-        predicts: It has telemetry, from which other numbers of ranks are predicted.
+        predicts: It has telemetry, from which the experiment's questions are answered.
     """
 
     title: str
@@ -73,6 +83,7 @@ class Experiment:
         models: Names in `benchmarks.models`.
         rates: Speeds of the links, as tc writes them, each with the delay in one direction if it has one: "1gbit 5ms".
         smallest: Name of the model of the smallest run.
+        questions: What a predicting variant is asked, by the predicted line: queries of `/whatif`.
     """
 
     title: str
@@ -81,6 +92,7 @@ class Experiment:
     models: tuple[str, ...] = ("resnet50", "bert")
     rates: tuple[str, ...] = ("1gbit",)
     smallest: str = "tiny"
+    questions: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
 
     def variant(self, title: str) -> Variant:
         """Return a variant by its title."""
@@ -95,7 +107,8 @@ class Experiment:
         return [claim for claim in self.claims if claim.model in ("", model) and claim.variant in found]
 
 
-_CAPS_MB = (0.001, 1.0, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0)
+CAPS_MB = (0.001, 1.0, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0)
+FROM_25_MB = "predicted from 25 MB"
 EXPERIMENTS = {
     "breakdown": Experiment(
         "Latency of a step by part, with and without overlap",
@@ -119,12 +132,15 @@ EXPERIMENTS = {
         "Latency of a step by `bucket_cap_mb`",
         (
             Variant("25 MB", cap_mb=25.0),
-            *(Variant(f"{cap:.0f} MB", cap_mb=cap) for cap in _CAPS_MB if cap != 25.0),
+            *(Variant(f"{cap:.0f} MB", cap_mb=cap) for cap in CAPS_MB if cap != 25.0),
+            Variant("25 MB, telemetry", cap_mb=25.0, predicts=True),
         ),
         (
             Claim("0 MB", 1.0, float("inf"), "figures 7 and 8 (unchecked): 0 MB is slower than 25 MB"),
             Claim("100 MB", 0.0, 1 - 0.37, "the tutorials: 100 MB make BERT 37 % faster", "bert"),
         ),
+        questions={FROM_25_MB: [{"bucket_cap_mb": cap} for cap in CAPS_MB]},
+        smallest="uneven",  # A prediction needs buckets of two sizes.
     ),
     "delay": Experiment(
         "Latency of a step by `bucket_cap_mb`, on a link that delays",
@@ -177,7 +193,11 @@ EXPERIMENTS = {
         ),
         (Claim("4 ranks", 0.0, 1.2, "the abstract: near-linear scaling"),),
         models=("waiting",),
-        smallest="uneven",  # A prediction needs buckets of two sizes.
+        smallest="uneven",
+        questions={
+            line: [change | {"world_size": ranks, "bucket_cap_mb": _DEFAULT_CAPS} for ranks in RANKS]
+            for line, change in LINES.items()
+        },
     ),
 }
 """By the name on the command line."""

@@ -20,6 +20,7 @@ import numpy as np
 from benchmarks.paper.experiments import EXPERIMENTS, Experiment, Variant
 from benchmarks.paper.loss_plot import draw_losses
 from benchmarks.paper.operations import draw_operations
+from benchmarks.paper.predictions import together
 from benchmarks.paper.readiness import draw_readiness
 from benchmarks.paper.scaling import draw_scaling
 from benchmarks.paper.tables import BACKWARD, FORWARD, OPTIMIZER, STEP, Launches, batch_s, medians_s, place
@@ -54,6 +55,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
                 _bars(axes, titles, found)
             else:
                 _boxes(axes, experiment, titles, found)
+                _predictions(axes, experiment, titles, found)
             _claims(axes, experiment, setting.partition(", ")[0], found)
             axes.set_ylim(bottom=0)
         axes.set_ylabel("seconds a batch")
@@ -65,7 +67,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 def _in_order(experiment: Experiment, found: dict[str, Launches]) -> list[str]:
     """Return the measured variants' titles, by bucket size if they differ in it alone."""
     variants = experiment.measured(found)
-    if all(replace(variant, title="", cap_mb=None) == Variant("") for variant in variants):
+    if all(replace(variant, title="", cap_mb=None, predicts=False) == Variant("") for variant in variants):
         variants.sort(key=lambda variant: variant.cap_mb or 0.0)
     return [variant.title for variant in variants]
 
@@ -81,6 +83,21 @@ def _boxes(axes: Axes, experiment: Experiment, titles: list[str], found: dict[st
         widths=0.5,
         manage_ticks=False,
     )
+
+
+def _predictions(axes: Axes, experiment: Experiment, titles: list[str], found: dict[str, Launches]) -> None:
+    """Draw what a variant with telemetry predicts of the others' bucket sizes beside their boxes."""
+    for variant in experiment.measured(found):
+        for line in experiment.questions if variant.predicts else ():
+            caps_mb = [question["bucket_cap_mb"] for question in experiment.questions[line]]
+            of_cap = dict(zip(caps_mb, together(found[variant.title], line), strict=True))
+            others = [
+                (titles.index(each.title), each.cap_mb) for each in experiment.measured(found) if not each.predicts
+            ]
+            places = np.array([place for place, _ in others]) + 0.35
+            middle, low, high = np.array([of_cap[cap_mb] for _, cap_mb in others]).T
+            shape: dict[str, Any] = {"color": "black", "markerfacecolor": "white", "capsize": 4}
+            axes.errorbar(places, middle, [middle - low, high - middle], fmt="D", **shape, label=line)
 
 
 def _bars(axes: Axes, titles: list[str], found: dict[str, Launches]) -> None:

@@ -2,76 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.paper.experiments import EXPERIMENTS
+from benchmarks.paper.experiments import EXPERIMENTS, LINES, RANKS
+from benchmarks.paper.predictions import together
 from benchmarks.paper.tables import Launches, batch_s, place
-from benchmarks.rig.collector import push, running_collector, spooling
 from benchmarks.tables import rows_of
-from benchmarks.whatif.__main__ import asked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-RANKS = tuple(2**power for power in range(1, 9))
-LINES: dict[str, dict[str, Any]] = {
-    **{f"every {batches}": {"accumulate": batches} for batches in (1, 2, 4, 8)},
-    "every 1, 100 Gbit/s": {"link_gbps": 100.0},
-}
-"""The predicted lines, each with its question. The paper's cluster has links of 100 Gbit/s."""
-STEPS = 30
-"""Least steps of a launch that predicts: the model is fitted to twenty, without the first ones."""
 _BASE, _ALONE, _LAST = "2 ranks, 0.5 MB", "1 rank", "4 ranks"
-_DEFAULT_CAPS = "1:25"
-"""Of the first bucket and the others, in MB."""
-_RUN = "scaling"
 _NEAR, _DOUBLE = 1.2, 2.0
 """What we take for near-linear, and section 5.3's step on 256 GPUs, as multiples of a step of one rank."""
 _STYLES = (("-", "o"), ("--", "s"), ("-.", "^"), (":", "D"), ((0, (1, 4)), "X"))
-
-
-def environ(folder: Path) -> dict[str, str]:
-    """Return the environment of ranks whose telemetry `predict` reads."""
-    return spooling(_RUN, folder)
-
-
-def predict(folder: Path) -> dict[str, list[list[float | None]]]:
-    """Return seconds of a batch and the ends of its interval, by line, shape [RANKS, 3].
-
-    A prediction that the run does not allow is None.
-
-    Raises:
-        RuntimeError: The run allows none.
-    """
-    with running_collector(folder) as url:
-        push(folder / "spool", url)
-        return {
-            line: [_predicted(url, change | {"world_size": ranks, "bucket_cap_mb": _DEFAULT_CAPS}) for ranks in RANKS]
-            for line, change in LINES.items()
-        }
-
-
-def _predicted(url: str, change: dict[str, Any]) -> list[float | None]:
-    document = asked(url, _RUN, change)
-    if not document["answers"]:
-        raise RuntimeError(f"no predictions: {document['missing']}")
-    answer = document["answers"][0]
-    if answer["prediction"] is None:
-        return [None] * 3
-    return [round(answer["prediction"][name] / 1e9, 6) for name in ("step_ns", "low_ns", "high_ns")]
-
-
-def together(launches: Launches, line: str) -> npt.NDArray[np.float64]:
-    """Return the median of the launches' predictions, and the ends of all their intervals, shape [RANKS, 3].
-
-    All are NaN where a launch allowed no prediction.
-    """
-    each = np.array([launch["predicted"][line] for launch in launches], np.float64)
-    return np.stack([np.median(each[..., 0], axis=0), each[..., 1].min(axis=0), each[..., 2].max(axis=0)], axis=1)
 
 
 def predictions(results: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.pairs import Ratio
 from benchmarks.paper import convergence, operations, order, readiness, scaling
 from benchmarks.paper import losses as loss_tables
-from benchmarks.paper.experiments import EXPERIMENTS, Claim
+from benchmarks.paper.experiments import EXPERIMENTS, FROM_25_MB, LINES, RANKS, Claim
 from benchmarks.paper.loss_plot import draw_losses
 from benchmarks.paper.plots import draw
 from benchmarks.paper.tables import claims, memory, table, verdict
@@ -28,8 +28,10 @@ def results(experiment: str, step_s: dict[str, float]) -> dict[str, Any]:
         ]
         for variant in EXPERIMENTS[experiment].variants
     }
-    for launch in launches.get("2 ranks, 0.5 MB", []):
-        launch["predicted"] = {line: [[3.0, 2.0, 4.0]] * len(scaling.RANKS) for line in scaling.LINES}
+    questions = EXPERIMENTS[experiment].questions
+    for variant in EXPERIMENTS[experiment].variants:
+        for launch in launches[variant.title] if variant.predicts else []:
+            launch["predicted"] = {line: [[3.0, 2.0, 4.0]] * len(asked) for line, asked in questions.items()}
     return {"experiment": experiment, "settings": {"tiny, 1gbit": launches}}
 
 
@@ -70,8 +72,8 @@ def test_an_older_result_has_no_row_of_a_later_variant() -> None:
 def test_predictions_are_multiples_of_one_rank_s_batch_over_all_launches() -> None:
     found = results("scaling", {"1 rank": 2.0, "4 ranks": 5.0})
     first, second = found["settings"]["tiny, 1gbit"]["2 ranks, 0.5 MB"]
-    first["predicted"]["every 1"] = [[4.0, 3.5, 5.0]] * len(scaling.RANKS)
-    second["predicted"]["every 1"] = [[6.0, 3.0, 7.0]] * len(scaling.RANKS)
+    first["predicted"]["every 1"] = [[4.0, 3.5, 5.0]] * len(RANKS)
+    second["predicted"]["every 1"] = [[6.0, 3.0, 7.0]] * len(RANKS)
     row = scaling.predictions(found).splitlines()[2]
     assert row == "| 400 tiny parameters, 1gbit | every 1 | 2.50 " + "| 2.50 (1.50 to 3.50) " * 4 + "|"
 
@@ -111,10 +113,11 @@ def test_a_plot_has_its_axes_variants_and_claims(experiment: str, tmp_path: Path
         draw(found, tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
     if experiment == "scaling":
-        shown = ["ranks", "256", "abstract: near-linear", *(f"predicted, {line}" for line in scaling.LINES)]
+        shown = ["ranks", "256", "abstract: near-linear", *(f"predicted, {line}" for line in LINES)]
     else:
         shown = [variant.title for variant in EXPERIMENTS[experiment].variants]
         shown += [claim.source for claim in EXPERIMENTS[experiment].claims]
+        shown += [FROM_25_MB] * (experiment == "buckets")
     shown.append("seconds a batch")
     assert [text for text in shown if text not in drawn] == []
 
