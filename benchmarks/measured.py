@@ -283,8 +283,14 @@ def _soak() -> str:
         ["most memory in each half, MB", f"{found['first_half_mb']:.0f}, {found['second_half_mb']:.0f}"],
         ["internal errors", f"{sum(found['strange'].values())}"],
     ]
-    kinds = {"beside over elsewhere": "beside that load", "alone once more": "alone once more (the noise)"}
-    rows += [[f"a neighbour, {kinds[kind]}, %", change(Ratio(**found["neighbour"][kind]))] for kind in kinds]
+    kinds = {
+        "beside": "beside that load, than alone",
+        "beside over elsewhere": "beside it, than beside it on another collector",
+        "alone once more": "alone once more (the noise)",
+    }
+    rows += [
+        [f"% more latency of a neighbour: {kinds[kind]}", change(Ratio(**found["neighbour"][kind]))] for kind in kinds
+    ]
     return rows_of(["", ""], rows)
 
 
