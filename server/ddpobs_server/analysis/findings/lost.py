@@ -31,14 +31,12 @@ class LostFacts(Facts):
         activities: Activity at a rank's last pulse.
         in_step: Step at a rank's last pulse.
         places: Place in the code at a rank's last pulse.
-        stacks: Stack at a rank's last pulse, if it was stuck.
     """
 
     earlier_ns: dict[int, int]
     activities: dict[int, str]
     in_step: dict[int, int]
     places: dict[int, str]
-    stacks: dict[int, list[str]]
 
 
 FACTS = (LostFacts,)
@@ -70,7 +68,6 @@ def lost(evidence: Evidence) -> Judgement:
                 activities={rank: pulse.activity for rank, pulse in pulses.items()},
                 in_step={rank: pulse.step for rank, pulse in pulses.items()},
                 places={rank: pulse.place for rank, pulse in pulses.items() if pulse.place},
-                stacks={rank: list(pulse.stack) for rank, pulse in pulses.items() if pulse.stack},
             ),
         )
     ]
