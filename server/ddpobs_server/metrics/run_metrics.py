@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, chain, compress
+from math import fsum
+from typing import Any, NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as Family
 
 from ddpobs.wire import OWN_PHASES, PHASES
 from ddpobs.wire.states import RunState
-from ddpobs_server.metrics.metric import Families, Metric, Render, escape, gauge, histogram
+from ddpobs_server.metrics.metric import (
+    Block,
+    BlockTexts,
+    Families,
+    Metric,
+    RankMetric,
+    RankSeries,
+    Render,
+    escape,
+    gauge,
+    histogram,
+)
 from ddpobs_server.metrics.run_totals import RunTotals, totals_by_run
 from ddpobs_server.reports.outline import PLACE_CHARACTERS, DiagnosisOutline, FindingOutline
 from ddpobs_server.store import Aggregates, Run
 from ddpobs_server.store.schema import STEP_BOUNDS_S
 
-_EXPOSED = 2 + PHASES.index("exposed_comm")
 _BOUNDS = (*map(str, STEP_BOUNDS_S), "+Inf")
 _EXPLANATION_CHARACTERS = 400
 """Maximum length of a cause, a place or a remedy in a label."""
@@ -31,31 +45,52 @@ class Present:
     diagnosis: DiagnosisOutline | None
 
 
-def _seconds(index: int) -> Callable[[RunTotals], _Rows]:
-    return lambda run: ((rank, row[index] / 1e9) for rank, row in run.phases.items())
+class RunText(NamedTuple):
+    """Lines of a run by metric, and the texts of its blocks of ranks, which the next scrape may use."""
+
+    families: Families
+    blocks: Mapping[Block, bytes]
 
 
-def _peer_seconds(name: str) -> Callable[[RunTotals], _Rows]:
-    return lambda run: ((peer.rank, getattr(peer, name) / 1e9) for peer in run.peers)
+def _phases(name: str) -> Callable[[RunTotals], Iterator[RankSeries]]:
+    return lambda run: iter([("", run.phases.rank, getattr(run.phases, name))])
+
+
+def _peers(name: str) -> Callable[[RunTotals], Iterator[RankSeries]]:
+    return lambda run: iter([("", run.peers.rank, getattr(run.peers, name))])
+
+
+def _last_seen(name: str) -> Callable[[RunTotals], Iterator[RankSeries]]:
+    return lambda run: iter([("", run.last_seen.rank, getattr(run.last_seen, name))])
+
+
+def _of_last_step(name: str) -> Callable[[RunTotals], Iterator[RankSeries]]:
+    """Of each rank with a step: the arrival time is zero until the first step."""
+
+    def values(run: RunTotals) -> Iterator[RankSeries]:
+        has_step = run.last_seen.seen_ns
+        yield "", (*compress(run.last_seen.rank, has_step),), (*compress(getattr(run.last_seen, name), has_step),)
+
+    return values
+
+
+def _seconds(value_ns: float) -> float:
+    return value_ns / 1e9
 
 
 def _bucket_seconds(name: str) -> Callable[[RunTotals], _Rows]:
     return lambda run: ((bucket.label, getattr(bucket, name) / 1e9) for bucket in run.buckets)
 
 
-def _steps(run: RunTotals) -> Iterator[tuple[int, int, int]]:
-    """Each rank's last step and its time, which is zero until the first step."""
-    return ((rank, step, at_ns) for rank, step, at_ns, _ in run.last_seen if at_ns)
-
-
-def _phase_seconds(run: RunTotals) -> _Rows:
-    for index, phase in enumerate(PHASES):
-        yield from ((phase, rank, row[2 + index] / 1e9) for rank, row in run.phases.items())
+def _phase_seconds(run: RunTotals) -> Iterator[RankSeries]:
+    for phase in PHASES:
+        yield f'phase="{phase}",', run.phases.rank, getattr(run.phases, f"{phase}_ns")
 
 
 def _straggler_steps(run: RunTotals) -> _Rows:
-    for peer in run.peers:
-        yield from ((phase, peer.rank, peer.straggler_steps[phase]) for phase in OWN_PHASES)
+    columns = (getattr(run.peers, f"straggler_{phase}") for phase in OWN_PHASES)
+    for rank, *counts in zip(run.peers.rank, *columns, strict=True):
+        yield from ((phase, rank, int(count)) for phase, count in zip(OWN_PHASES, counts, strict=True))
 
 
 def _info(run: RunTotals) -> _Rows:
@@ -68,7 +103,7 @@ def _durations(run: RunTotals) -> _Rows:
     for bound, count in zip(_BOUNDS, counts, strict=True):
         yield "_bucket", f'le="{bound}",', float(count)
     yield "_count", "", float(counts[-1])
-    yield "_sum", "", sum(sum(phases_ns) for _, _, *phases_ns in run.phases.values()) / 1e9
+    yield "_sum", "", fsum(chain(*(getattr(run.phases, f"{phase}_ns") for phase in PHASES))) / 1e9
 
 
 def _finding_counts(present: Present) -> _Rows:
@@ -120,31 +155,41 @@ def _hang(present: Present) -> _Rows:
         yield escape(place, PLACE_CHARACTERS), ranks, *(escape(part, _EXPLANATION_CHARACTERS) for part in explained), 1
 
 
+def _rank_seconds(
+    name: str,
+    text: str,
+    values: Callable[[RunTotals], Iterator[RankSeries]],
+    kind: type[Family] = CounterMetricFamily,
+) -> Metric[RunTotals]:
+    """A row of the times of ranks."""
+    return RankMetric(name, text, _RANK, values, kind, sample=_seconds)
+
+
 _COMPARED = "Steps in which the ranks were compared; delay, waiting, moving and lateness are counted over these."
 _FINDING = ("code", "phase", "ranks", "severity", "title")
 _RANK, _BUCKET = ("rank",), ("bucket",)
 STORED: tuple[Metric[RunTotals], ...] = (
-    Metric("steps", "Steps finished.", _RANK, lambda run: ((rank, row[0]) for rank, row in run.phases.items())),
-    Metric(
+    RankMetric("steps", "Steps finished.", _RANK, _phases("steps")),
+    RankMetric(
         "phase_seconds",
         "Time by phase; the phases of a step add up to its wall time.",
         ("phase", "rank"),
         _phase_seconds,
+        sample=_seconds,
     ),
-    Metric("comm_seconds", "Time with communication in progress.", _RANK, _seconds(1)),
-    Metric("comm_exposed_seconds", "Communication that backward did not hide.", _RANK, _seconds(_EXPOSED)),
-    Metric("comm_wait_seconds", "Time spent waiting for the last rank.", _RANK, _peer_seconds("wait_ns")),
-    Metric(
+    _rank_seconds("comm_seconds", "Time with communication in progress.", _phases("comm_ns")),
+    _rank_seconds("comm_exposed_seconds", "Communication that backward did not hide.", _phases("exposed_comm_ns")),
+    _rank_seconds("comm_wait_seconds", "Time spent waiting for the last rank.", _peers("wait_ns")),
+    _rank_seconds(
         "comm_moving_seconds",
         "Exposed communication in which data moved: without waiting for the last rank.",
-        _RANK,
-        _peer_seconds("moving_ns"),
+        _peers("moving_ns"),
     ),
-    Metric(
+    RankMetric(
         "allreduce_bytes",
         "Bytes of gradient buckets reduced, or of a sharded model's units gathered and reduced.",
         _RANK,
-        lambda run: run.reduced_bytes,
+        lambda run: [("", (*run.reduced_bytes.keys(),), (*run.reduced_bytes.values(),))],
     ),
     Metric(
         "bucket_ready_seconds",
@@ -164,20 +209,15 @@ STORED: tuple[Metric[RunTotals], ...] = (
         _BUCKET,
         _bucket_seconds("exposed_ns"),
     ),
-    Metric("compared_steps", _COMPARED, _RANK, lambda run: ((peer.rank, peer.steps) for peer in run.peers)),
-    Metric("rank_delay_seconds", "Delay that this rank caused while it was last.", _RANK, _peer_seconds("delay_ns")),
+    RankMetric("compared_steps", _COMPARED, _RANK, _peers("steps")),
+    _rank_seconds("rank_delay_seconds", "Delay that this rank caused while it was last.", _peers("delay_ns")),
     Metric(
         "straggler_steps",
         "Steps in which this rank was last by more than a tenth of the step.",
         ("phase", "rank"),
         _straggler_steps,
     ),
-    Metric(
-        "telemetry_dropped",
-        "Records lost before they reached the collector.",
-        _RANK,
-        lambda run: ((rank, dropped) for rank, _, _, dropped in run.last_seen),
-    ),
+    RankMetric("telemetry_dropped", "Records lost before they reached the collector.", _RANK, _last_seen("dropped")),
     gauge("run_info", "1; the run's facts are labels.", ("attempt", "backend", "device", "torch", "world_size"), _info),
     gauge(
         "bucket_bytes",
@@ -186,12 +226,12 @@ STORED: tuple[Metric[RunTotals], ...] = (
         lambda run: ((bucket.label, bucket.size_bytes) for bucket in run.buckets),
     ),
     gauge("unused_parameters", "Parameters without a gradient on some rank.", (), lambda run: [(run.unused,)]),
-    gauge("last_step", "Number of the last step.", _RANK, lambda run: ((rank, step) for rank, step, _ in _steps(run))),
-    gauge(
+    RankMetric("last_step", "Number of the last step.", _RANK, _of_last_step("step"), GaugeMetricFamily),
+    _rank_seconds(
         "last_step_timestamp_seconds",
         "Time at which the collector received the last step, Unix time.",
-        _RANK,
-        lambda run: ((rank, at_ns / 1e9) for rank, _, at_ns in _steps(run)),
+        _of_last_step("seen_ns"),
+        GaugeMetricFamily,
     ),
     histogram("step_duration_seconds", "Wall time of steps, all ranks.", _durations),
 )
@@ -229,16 +269,25 @@ PRESENT: tuple[Metric[Present], ...] = (
 )
 
 
-def render_runs(totals: Aggregates) -> dict[str, Families]:
-    """Lines of each changed run, by run and metric."""
-    runs = totals_by_run(totals)
-    return {run.run.run: {metric.name: metric.lines(run.run.name, run) for metric in STORED} for run in runs}
+def render_runs(totals: Aggregates, before: Mapping[str, Mapping[Block, bytes]]) -> dict[str, RunText]:
+    """Lines of each changed run.
+
+    Args:
+        totals: Data of the runs.
+        before: Texts of the blocks of ranks at the scrape before, by run.
+    """
+    rendered = {}
+    for run in totals_by_run(totals):
+        texts = BlockTexts(before.get(run.run.run, {}))
+        families = {metric.name: metric.lines(run.run.name, run, texts) for metric in STORED}
+        rendered[run.run.run] = RunText(families, texts.kept)
+    return rendered
 
 
 def render_present(run: Run, state: RunState, diagnosis: DiagnosisOutline | None) -> Families:
     """Lines that change without a commit: a run's state, its findings, its goodput, and the place of its hang."""
-    present = Present(state, diagnosis)
-    return {metric.name: metric.lines(run.name, present) for metric in PRESENT}
+    present, texts = Present(state, diagnosis), BlockTexts({})
+    return {metric.name: metric.lines(run.name, present, texts) for metric in PRESENT}
 
 
 @cache

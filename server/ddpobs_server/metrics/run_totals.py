@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ddpobs_server.metrics.metric import escape
-from ddpobs_server.store import Aggregates, BucketRollup, LayoutOutline, PeerTotal, Run
+from ddpobs_server.store import Aggregates, BucketRollup, LastSeen, LayoutOutline, PeerTotals, PhaseSums, Run
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,7 @@ class RunTotals:
     """Sums over a run's latest attempt, as in `store.Aggregates`.
 
     Attributes:
-        phases: Steps, communication and phases, by rank.
-        last_seen: Rank, its last step, arrival time of that step, and records dropped.
-        reduced_bytes: Rank, and bytes of the buckets that it reduced.
+        reduced_bytes: Bytes of the buckets that each rank reduced.
         histogram: Steps under each of `schema.STEP_BOUNDS_S` and above the last; empty without steps.
         facts: Backend, device and version of torch.
     """
@@ -37,23 +35,16 @@ class RunTotals:
     facts: tuple[str, str, str]
     unused: int
     histogram: Sequence[int]
-    phases: Mapping[int, tuple[int, ...]]
-    last_seen: Sequence[tuple[int, int, int, int]]
-    reduced_bytes: Sequence[tuple[int, int]]
-    peers: Sequence[PeerTotal]
+    phases: PhaseSums
+    last_seen: LastSeen
+    reduced_bytes: Mapping[int, float]
+    peers: PeerTotals
     buckets: Sequence[BucketTotal]
 
 
 def totals_by_run(totals: Aggregates) -> Iterator[RunTotals]:
     """The totals of each changed run."""
-    last_seen, reduced = defaultdict(list), defaultdict(list)
-    peers, buckets = defaultdict(list), defaultdict(list)
-    for key, *seen in totals.last_seen:
-        last_seen[key].append((seen[0], seen[1], seen[2], seen[3]))
-    for key, rank, count in totals.reduced_bytes:
-        reduced[key].append((rank, count))
-    for key, peer in totals.peers:
-        peers[key].append(peer)
+    buckets = defaultdict(list)
     for key, row in totals.buckets:
         buckets[key].append((row, totals.outlines[key, row.module, row.revision]))
     for run in totals.runs:
@@ -63,10 +54,10 @@ def totals_by_run(totals: Aggregates) -> Iterator[RunTotals]:
                 facts=totals.facts.get(run.run, ("", "", "")),
                 unused=totals.unused.get(run.run, 0),
                 histogram=totals.histograms.get(run.run, ()),
-                phases=totals.phases.get(run.run, {}),
-                last_seen=last_seen[run.run],
-                reduced_bytes=reduced[run.run],
-                peers=peers[run.run],
+                phases=totals.phases.get(run.run, PhaseSums()),
+                last_seen=totals.last_seen.get(run.run, LastSeen()),
+                reduced_bytes=totals.reduced_bytes.get(run.run, {}),
+                peers=totals.peers.get(run.run, PeerTotals()),
                 buckets=_by_label(buckets[run.run]),
             )
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ddpobs_server.metrics.fleet_metrics import render_fleet
 from ddpobs_server.metrics.metric import Families, Render
-from ddpobs_server.metrics.run_metrics import headers, render_present, render_runs
+from ddpobs_server.metrics.run_metrics import RunText, headers, render_present, render_runs
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.reports.run_state import LAST_SCRAPES_NS, state_of_run
 from ddpobs_server.settings import Settings
@@ -27,7 +27,7 @@ _CACHED_BYTES = 192_000_000
 @dataclass(frozen=True)
 class _Rendered:
     version: RunVersion
-    families: Families
+    text: RunText
     size_bytes: int
 
 
@@ -78,19 +78,20 @@ class RunRenderer:
         fleet = render_fleet(self._reports.fleet_figures.latest(workspace), render)
         return Scrape(_join(render, texts) + fleet, len(active) - len(fitting))
 
-    def _read(self, times: tuple[int, int], workspace: str) -> tuple[list[Run], dict[str, Families]]:
+    def _read(self, times: tuple[int, int], workspace: str) -> tuple[list[Run], dict[str, RunText]]:
         """Read the runs with their last batch between two times, and render those that have changed.
 
         All are read together, without those that failed lately. If that fails, they are read apart.
         """
         with self._lock:
             known = {key: rendered.version for key, rendered in self._cache.items()}
+            blocks = {key: rendered.text.blocks for key, rendered in self._cache.items()}
 
         def read(
             only: Sequence[str] | None = None, without: Sequence[str] = ()
-        ) -> tuple[list[Run], dict[str, Families]]:
+        ) -> tuple[list[Run], dict[str, RunText]]:
             totals = self._store.aggregates(*times, workspace, known, only=only, without=without)
-            return totals.runs, render_runs(totals)
+            return totals.runs, render_runs(totals, blocks)
 
         failing = self._faults.recent("metrics")
         try:
@@ -102,31 +103,35 @@ class RunRenderer:
         parts = self._faults.apart("metrics", runs, lambda group: read(only=group))
         return [run for part, _ in parts for run in part], dict(chain(*(fresh.items() for _, fresh in parts)))
 
-    def _keep(self, active: Sequence[Run], fresh: Mapping[str, Families]) -> dict[str, Families]:
+    def _keep(self, active: Sequence[Run], fresh: Mapping[str, RunText]) -> dict[str, Families]:
         """Cache fresh texts, and return the texts of all active runs that are cached."""
         by_run = {}
         with self._lock:
             for run in active:
                 if run.run in fresh:
                     self._put(run, fresh[run.run])
-                    by_run[run.run] = fresh[run.run]
+                    by_run[run.run] = fresh[run.run].families
                 elif (rendered := self._cache.get(run.run)) is not None:
                     self._cache.move_to_end(run.run)
-                    by_run[run.run] = rendered.families
+                    by_run[run.run] = rendered.text.families
             while self._bytes > _CACHED_BYTES:
                 self._bytes -= self._cache.popitem(last=False)[1].size_bytes
         return by_run
 
-    def _put(self, run: Run, families: Families) -> None:
+    def _put(self, run: Run, text: RunText) -> None:
         if (previous := self._cache.pop(run.run, None)) is not None:
             self._bytes -= previous.size_bytes
-        rendered = _Rendered(run.version, families, _size(families))
+        rendered = _Rendered(run.version, text, _size(text.families) + _size_of_blocks(text))
         self._cache[run.run] = rendered
         self._bytes += rendered.size_bytes
 
 
 def _size(families: Families) -> int:
     return sum(map(len, families.values())) + 1000  # Each entry occupies memory itself.
+
+
+def _size_of_blocks(text: RunText) -> int:
+    return 2 * sum(map(len, text.blocks.values()))  # The values of a block take about as much as its text.
 
 
 def _fitting(active: Sequence[Run], families: Mapping[str, Families]) -> list[Run]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, case, func, literal_column, update
+from sqlalchemy import Connection, case, func, literal_column, or_, update
 
 from ddpobs import wire
 from ddpobs.shared.judged_rank import JudgedRank
@@ -88,7 +88,7 @@ def counts() -> tuple[Any, ...]:
 
     The last is 0 if a source failed or died before the first interrupt.
     """
-    is_interrupted, has_failed = _s.ended == "interrupted", _s.ended.in_(FAILURES)
+    is_interrupted, has_failed = _s.ended == "interrupted", or_(*(_s.ended == end for end in FAILURES))
     first_failure_ns = func.coalesce(func.min(case((has_failed, _s.ended_ns))), _LATEST_NS)
     interrupted = count_where(is_interrupted)
     return (

@@ -321,16 +321,42 @@ class BucketRollup:
     exposed_ns: int
 
 
-@dataclass(frozen=True)
-class PeerTotal:
-    """Straggler statistics of a rank, summed over an attempt."""
+class LastSeen(NamedTuple):
+    """Progress of the ranks of a run, by rank: the last step, its arrival, both 0 without a step, and lost records."""
 
-    rank: int
-    steps: int
-    delay_ns: int
-    wait_ns: int
-    moving_ns: int
-    straggler_steps: dict[str, int]
+    rank: tuple[int, ...] = ()
+    step: tuple[int, ...] = ()
+    seen_ns: tuple[int, ...] = ()
+    dropped: tuple[float, ...] = ()
+
+
+class PeerTotals(NamedTuple):
+    """Straggler statistics of the ranks of a run, by rank, summed over an attempt."""
+
+    rank: tuple[int, ...] = ()
+    steps: tuple[float, ...] = ()
+    delay_ns: tuple[float, ...] = ()
+    wait_ns: tuple[float, ...] = ()
+    moving_ns: tuple[float, ...] = ()
+    straggler_data: tuple[float, ...] = ()
+    straggler_forward: tuple[float, ...] = ()
+    straggler_backward: tuple[float, ...] = ()
+    straggler_optimizer: tuple[float, ...] = ()
+    straggler_other: tuple[float, ...] = ()
+
+
+class PhaseSums(NamedTuple):
+    """Steps, communication and phases of the ranks of a run, by rank, summed over an attempt."""
+
+    rank: tuple[int, ...] = ()
+    steps: tuple[float, ...] = ()
+    comm_ns: tuple[float, ...] = ()
+    data_ns: tuple[float, ...] = ()
+    forward_ns: tuple[float, ...] = ()
+    backward_ns: tuple[float, ...] = ()
+    exposed_comm_ns: tuple[float, ...] = ()
+    optimizer_ns: tuple[float, ...] = ()
+    other_ns: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -358,30 +384,30 @@ class LayoutOutline:
 
 @dataclass(frozen=True)
 class Aggregates:
-    """Data for the metrics of some runs' latest attempts. Tuples in lists begin with the run.
+    """Data for the metrics of some runs' latest attempts, by run. Tuples in lists begin with the run.
 
     Attributes:
         runs: All active runs.
         changed: Keys of the runs that the other attributes cover: those without an entry in `known`.
-        phases: Steps, communication and phases in the order of `phase_totals.NAMES`, by run and rank.
-        last_seen: Rank, its last step, arrival time of that step, and records dropped.
-        facts: Backend, device and version of torch, by run.
-        histograms: Steps under each of `schema.STEP_BOUNDS_S` and above the last, by run.
+        phases: Sums of the ranks with a step.
+        last_seen: Progress of the ranks.
+        facts: Backend, device and version of torch.
+        histograms: Steps under each of `schema.STEP_BOUNDS_S` and above the last.
         buckets: Sums of each bucket that a layout names.
         outlines: Layouts by run, module and revision.
-        reduced_bytes: Rank, and bytes of the buckets that it reduced.
-        peers: Straggler statistics of each rank.
-        unused: Number of parameters without a gradient, by run.
+        reduced_bytes: Bytes of the buckets that each rank reduced.
+        peers: Straggler statistics.
+        unused: Number of parameters without a gradient.
     """
 
     runs: list[Run]
     changed: frozenset[str]
-    phases: dict[str, dict[int, tuple[int, ...]]]
-    last_seen: list[tuple[str, int, int, int, int]]
+    phases: dict[str, PhaseSums]
+    last_seen: dict[str, LastSeen]
     facts: dict[str, tuple[str, str, str]]
     histograms: dict[str, list[int]]
     buckets: list[tuple[str, BucketRollup]]
     outlines: dict[tuple[str, int, int], LayoutOutline]
-    reduced_bytes: list[tuple[str, int, int]]
-    peers: list[tuple[str, PeerTotal]]
+    reduced_bytes: dict[str, dict[int, float]]
+    peers: dict[str, PeerTotals]
     unused: dict[str, int]

@@ -34,7 +34,12 @@ from ddpobs_server.store.queries import (
 )
 from ddpobs_server.store.rows import Aggregates, ComparedHost, HostTotals, LayoutOutline, Run, RunVersion
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
-from ddpobs_server.store.selected_sources import SelectedSources, sources_of_attempt, sources_of_latest
+from ddpobs_server.store.selected_sources import (
+    SelectedSources,
+    sources_of_active,
+    sources_of_attempt,
+    sources_of_latest,
+)
 from ddpobs_server.store.sums import bucket_sums, stored_bins
 from ddpobs_server.store.sums.phase_totals import PhaseTotals
 from ddpobs_server.store.sums.unused_names import UnusedNames
@@ -200,15 +205,19 @@ class Store:
             only: The only runs; None for all.
             without: Runs that are left out.
         """
-        active = [*run_queries.active(workspace, since_ns, until_ns), *run_queries.without(without)]
+        conditions = [*run_queries.active(workspace, since_ns, until_ns), *run_queries.without(without)]
         if only is not None:
-            active += run_queries.named(only)
+            conditions += run_queries.named(only)
         with self._snapshot() as connection:
-            runs = run_queries.where(connection, active)
+            if only is None and not without:
+                runs = run_queries.active_runs(connection, workspace, since_ns, until_ns)
+                sources = sources_of_active(workspace, since_ns, until_ns)
+            else:
+                runs = run_queries.where(connection, conditions)
+                sources = sources_of_latest(conditions)
             changed = [run for run in runs if known.get(run.run) != run.version]
             if 2 * len(changed) < len(runs):
-                active = run_queries.named([run.run for run in changed])
-            sources = sources_of_latest(active)
+                sources = sources_of_latest(run_queries.named([run.run for run in changed]))
             outlines = self._outlines.read(connection, sources, _RUN_BUCKETS) if changed else []
             by_key = {(run, outline.module, outline.revision): outline for run, outline in outlines}
             return self._aggregates(connection, sources, (runs, changed), by_key, self._phases[workspace])
@@ -223,7 +232,7 @@ class Store:
     ) -> Aggregates:
         runs, changed = runs_and_changed
         if not changed:
-            return Aggregates(runs, frozenset(), {}, [], {}, {}, [], {}, [], [], {})
+            return Aggregates(runs, frozenset(), {}, {}, {}, {}, [], {}, {}, {}, {})
         histograms = aggregate_queries.histograms(connection, sources)
         sizes = {key: outline.size_bytes for key, outline in outlines.items()}
         by_bucket, reduced_bytes = bucket_sums.read_named(connection, sources, sizes)
@@ -246,7 +255,7 @@ class Store:
     def active_runs(self, since_ns: int, until_ns: int, workspace: str) -> list[Run]:
         """A workspace's runs with their last batch in that time, newest first."""
         with self._engine.connect() as connection:
-            return run_queries.where(connection, run_queries.active(workspace, since_ns, until_ns))
+            return run_queries.active_runs(connection, workspace, since_ns, until_ns)
 
     def layout_outlines(self, run: str, attempt: str) -> list[LayoutOutline]:
         """An attempt's layouts without names, by module and revision."""

@@ -146,10 +146,10 @@ def test_totals_of_a_long_run_include_late_batches(fresh: Fresh, tmp_path: Path)
                 put(http, batch("run", seq, rank, steps=steps(first, count)))
                 for _ in range(2):
                     phases = store.aggregates(0).phases["run"]
-                    assert {rank: sums[0] for rank, sums in phases.items()} == {
+                    assert dict(zip(phases.rank, phases.steps, strict=True)) == {
                         rollup.rank: rollup.steps for rollup in store.rollups("run", ATTEMPT)
                     }
-    assert phases == {rank: (1901, *(1901 * MS * ms for ms in (30, 10, 20, 40, 5, 20, 5))) for rank in range(2)}
+    assert phases == ((0, 1), (1901, 1901), *((1901 * MS * ms,) * 2 for ms in (30, 10, 20, 40, 5, 20, 5)))
     store.close()
 
 
@@ -160,7 +160,7 @@ def scrape_after(store: Store, *batches: wire.Batch, received_ns: int) -> tuple[
     )
     with recorded(store._engine) as executed:
         phases = store.aggregates(0).phases["run"]
-    assert {rank: sums[0] for rank, sums in phases.items()} == {
+    assert dict(zip(phases.rank, phases.steps, strict=True)) == {
         rollup.rank: rollup.steps for rollup in store.rollups("run", ATTEMPT)
     }
     (cached,) = store._phases["default"]._cache.values()
@@ -366,4 +366,4 @@ def test_the_buckets_of_a_run_without_a_layout_have_no_sums(store: Store) -> Non
         store.ingest([Arrival(packed, bytes(32), 1, 10**18)])
     aggregates = store.aggregates(0)
     assert [(run, total.bucket, total.steps) for run, total in aggregates.buckets] == [("named", 0, 3), ("named", 1, 3)]
-    assert aggregates.reduced_bytes == [("named", 0, 3 * (1000 + 2000))]
+    assert aggregates.reduced_bytes == {"named": {0: 3 * (1000 + 2000)}}

@@ -8,13 +8,13 @@ driver is called directly: SQLAlchemy's own work on a statement takes longer tha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
-from itertools import chain
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Dialect, Double, Insert, Select, Table, TextClause, Update, cast, func
+from sqlalchemy import Connection, Dialect, Double, Insert, Result, Select, Table, TextClause, Update, cast, func
 from sqlalchemy.dialects import postgresql, sqlite
 
 from ddpobs_server.store.database import database_errors
@@ -89,6 +89,42 @@ def execute_one(connection: Connection, sql: str, values: Values) -> list[Any]:
     return list(result) if result.returns_rows else []
 
 
+def execute_built(
+    connection: Connection,
+    build: Callable[..., Select[Any]],
+    *arguments: Hashable,
+    values: Mapping[str, object],
+    yield_per: int | None = None,
+) -> Result[*tuple[Any, ...]]:
+    """Run the statement that `build` returns for the arguments. It is built once, and compiled once.
+
+    Args:
+        connection: To the database.
+        build: Returns the same statement for equal arguments, without lists of values: their lengths vary.
+        arguments: Arguments of `build`.
+        values: Values of the statement's named parameters.
+        yield_per: Rows that the driver buffers; all by default. SQLAlchemy streams only statements of its own.
+    """
+    if yield_per is not None:
+        return connection.execute(_built(build, *arguments), values, execution_options={"yield_per": yield_per})
+    sql, names, constants = _compiled(build, connection.dialect, *arguments)
+    known = {**constants, **values}
+    return connection.exec_driver_sql(sql, tuple(known[name] for name in names))
+
+
+@cache
+def _built(build: Callable[..., Select[Any]], *arguments: Hashable) -> Select[Any]:
+    return build(*arguments)
+
+
+@cache
+def _compiled(
+    build: Callable[..., Select[Any]], dialect: Dialect, *arguments: Hashable
+) -> tuple[str, tuple[str, ...], dict[str, Any]]:
+    statement = _built(build, *arguments)
+    return *compiled(statement, dialect), dict(statement.compile(dialect=dialect).params)
+
+
 def _sqlite(connection: Connection) -> Any:
     """The driver's own connection, in the same transaction."""
     return connection.connection.dbapi_connection
@@ -109,6 +145,26 @@ def distinct(rows: Iterable[_Row], key: Callable[[_Row], Hashable]) -> Iterator[
         repeated = [row for row in remaining if first.setdefault(key(row), row) is not row]
         yield list(first.values())
         remaining = repeated
+
+
+def padded(rows: Iterable[tuple[Any, ...]], *names: str) -> tuple[int, dict[str, Any]]:
+    """A power of two, and the values of parameters `NAME_INDEX` for as many rows; the last row is repeated.
+
+    A statement with parameters for each row is thus built for few numbers of rows.
+    """
+    known = list(rows)
+    count = 1 << (len(known) - 1).bit_length()
+    known += [known[-1]] * (count - len(known))
+    values = {
+        f"{name}_{index}": value for index, row in enumerate(known) for name, value in zip(names, row, strict=True)
+    }
+    return count, values
+
+
+def columns_by_run(rows: Iterable[Any]) -> Iterator[tuple[str, list[tuple[Any, ...]]]]:
+    """Each run, and the other columns of its rows, from rows that begin with the run and are sorted by it."""
+    for run, group in groupby(rows, itemgetter(0)):
+        yield run, list(zip(*group, strict=True))[1:]
 
 
 @lru_cache(256)

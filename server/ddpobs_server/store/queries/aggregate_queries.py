@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, and_, case, func, select
+from sqlalchemy import BigInteger, Connection, Select, Table, and_, bindparam, case, func, or_, select
 
 from ddpobs import wire
 from ddpobs.wire.facts import EndFacts, facts_of
 from ddpobs_server.store import schema
-from ddpobs_server.store.database.sql import float_sum
-from ddpobs_server.store.rows import PeerTotal, Rollup
+from ddpobs_server.store.database.sql import columns_by_run, float_sum, padded
+from ddpobs_server.store.rows import LastSeen, PeerTotals, Rollup
 from ddpobs_server.store.selected_sources import SelectedSources
 
 _s = schema.sources.c
@@ -31,7 +33,7 @@ def rollups(connection: Connection, sources: SelectedSources) -> list[tuple[str,
     phases = [f"{phase}_ns" for phase in wire.PHASES]
     names = ("steps", "wall_ns", "comm_ns", "samples", "own_ns", "own_steps")
     result = []
-    for run, rank, *row in _sums(connection, schema.rollups, (*names, *phases), sources, rank=True):
+    for run, rank, *row in sources.execute(connection, _sums, schema.rollups, "rank", *names, *phases):
         values = [int(value) for value in row]
         plain = dict(zip(names, values, strict=False))
         by_phase = dict(zip(wire.PHASES, values[len(names) :], strict=True))
@@ -39,49 +41,43 @@ def rollups(connection: Connection, sources: SelectedSources) -> list[tuple[str,
     return result
 
 
-def peer_totals(connection: Connection, sources: SelectedSources) -> list[tuple[str, PeerTotal]]:
-    """(run, straggler statistics) by the rank that they describe."""
-    names = ("steps", "delay_ns", "wait_ns", "moving_ns")
-    columns = (*names, *(f"straggler_{phase}" for phase in wire.OWN_PHASES))
-    result = []
-    for run, rank, *row in _sums(connection, schema.peer_totals, columns, sources, rank=False, key=("rank",)):
-        values = [int(value) for value in row]
-        plain = dict(zip(names, values, strict=False))
-        by_phase = dict(zip(wire.OWN_PHASES, values[len(names) :], strict=True))
-        result.append((run, PeerTotal(rank=rank, straggler_steps=by_phase, **plain)))
-    return result
+def peer_totals(connection: Connection, sources: SelectedSources) -> dict[str, PeerTotals]:
+    """Straggler statistics of the ranks that they describe, by run."""
+    rows = sources.execute(connection, _sums, schema.peer_totals, *PeerTotals._fields)
+    return {run: PeerTotals(*columns) for run, columns in columns_by_run(rows)}
 
 
 def histograms(connection: Connection, sources: SelectedSources) -> dict[str, list[int]]:
     """Steps of all ranks in each bin of `schema.STEP_BOUNDS_S` and above the last, not cumulated, by run."""
     counts: dict[str, list[int]] = {}
-    for run, bound, steps in _sums(connection, schema.step_histogram, ("steps",), sources, rank=False, key=("bound",)):
+    for run, bound, steps in sources.execute(connection, _sums, schema.step_histogram, "bound", "steps"):
         counts.setdefault(run, [0] * (len(schema.STEP_BOUNDS_S) + 1))[bound] = int(steps)
     return counts
 
 
-def last_seen(
-    connection: Connection, sources: SelectedSources
-) -> tuple[list[tuple[str, int, int, int, int]], dict[str, int]]:
-    """Progress of each rank, and the lowest rank of each run that sent a hello.
-
-    Returns:
-        (run, rank, last step, its arrival, records dropped), step and arrival 0 without a step; and ranks by run.
-    """
-    keys = (sources.c.run_id, sources.c.rank)
-    has_hello = func.max(case((_s.hello.is_not(None), 1), else_=0))
-    query = (
-        select(*keys, func.max(_s.last_step), func.max(_s.last_step_seen_ns), float_sum(_s.dropped), has_hello)
-        .join(*sources.joined(schema.sources))
-        .group_by(*keys)
-        .order_by(*keys)
-    )
-    seen, lowest = [], dict[str, int]()
-    for run, rank, step, seen_ns, dropped, greets in connection.execute(query).all():
-        seen.append((run, rank, step, seen_ns, int(dropped)))
-        if greets:
-            lowest.setdefault(run, rank)
+def last_seen(connection: Connection, sources: SelectedSources) -> tuple[dict[str, LastSeen], dict[str, int]]:
+    """Progress of the ranks, and the lowest rank that sent a hello, by run."""
+    seen, lowest = {}, {}
+    for run, (*columns, greets) in columns_by_run(sources.execute(connection, _last_seen)):
+        progress = LastSeen(*columns)
+        if 1 in greets:
+            lowest[run] = progress.rank[greets.index(1)]
+        seen[run] = progress if len(set(progress.rank)) == len(progress.rank) else _of_ranks(progress)
     return seen, lowest
+
+
+def _last_seen(sources: SelectedSources) -> Select[Any]:
+    has_hello = case((_s.hello.is_not(None), 1), else_=0)
+    return sources.select(_s.run_id, _s.rank, _s.last_step, _s.last_step_seen_ns, _s.dropped, has_hello)
+
+
+def _of_ranks(seen: LastSeen) -> LastSeen:
+    """The progress of ranks from that of their sources, which are sorted by rank."""
+    rows = []
+    for rank, group in groupby(zip(*seen, strict=True), itemgetter(0)):
+        _, step, seen_ns, dropped = zip(*group, strict=True)
+        rows.append((rank, max(step), max(seen_ns), sum(dropped)))
+    return LastSeen(*zip(*rows, strict=True))
 
 
 class _RunFacts(msgspec.Struct):
@@ -96,18 +92,19 @@ def facts(
     connection: Connection, sources: SelectedSources, ranks: Mapping[str, int]
 ) -> dict[str, tuple[str, str, str]]:
     """Backend, device and version of torch by run, from the hello of the run's rank in `ranks`."""
-    query = (
-        select(sources.c.run_id, sources.c.rank, _s.hello)
-        .join(*sources.joined(schema.sources))
-        .where(sources.c.rank.in_(set(ranks.values())), _s.hello.is_not(None))
-    )
     decode = msgspec.json.Decoder(_RunFacts).decode
     by_run = {}
-    for run, rank, hello in connection.execute(query.execution_options(yield_per=64)):
+    count, values = padded(((rank,) for rank in sorted({-1, *ranks.values()})), "rank")
+    for run, rank, hello in sources.execute(connection, _hellos, count, yield_per=64, **values):
         if ranks.get(run) == rank:
             record = decode(hello)
             by_run[run] = (record.backend, record.device, record.versions.get("torch", ""))
     return by_run
+
+
+def _hellos(sources: SelectedSources, count: int) -> Select[Any]:
+    is_wanted = or_(*(_s.rank == bindparam(f"rank_{index}", type_=BigInteger) for index in range(count)))
+    return sources.select(_s.run_id, _s.rank, _s.hello).where(is_wanted, _s.hello.is_not(None))
 
 
 def events(connection: Connection, sources: SelectedSources) -> list[tuple[str, int, wire.Event]]:
@@ -163,20 +160,12 @@ def event_number() -> Any:
     return func.row_number().over(partition_by=(c.run_id, c.source, c.kind), order_by=first).label("number")
 
 
-def _sums(
-    connection: Connection,
-    table: Any,
-    names: Iterable[str],
-    sources: SelectedSources,
-    *,
-    rank: bool,
-    key: tuple[str, ...] = (),
-) -> Iterable[Any]:
-    keys = [sources.c.run_id, *([sources.c.rank] if rank else []), *(table.c[name] for name in key)]
-    query = (
+def _sums(sources: SelectedSources, table: Table, key: str, *names: str) -> Select[Any]:
+    """Sums of a table's columns by run and by a column of the table, or of the sources if the table has none."""
+    keys = [sources.c.run_id, table.c[key] if key in table.c else sources.c[key]]
+    return (
         select(*keys, *(float_sum(table.c[name]) for name in names))
         .join(*sources.joined(table))
         .group_by(*reversed(keys))  # SQLite sorts faster by a number than by a run.
         .order_by(*keys)
     )
-    return connection.execute(query)

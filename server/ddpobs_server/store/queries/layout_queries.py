@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from sqlalchemy import Connection, and_, func, or_, select
+from sqlalchemy import Connection, Select, Text, and_, cast, func, literal_column, or_, select
 
 from ddpobs import wire
 from ddpobs.shared.words import unit_title
@@ -21,6 +21,7 @@ RESPONSE_BYTES = 16_000_000
 """Maximum bytes of layouts in a response. A batch may be as large, so the first layout always fits."""
 _GROUP, _BUFFERED = 64, 4
 """Layouts that a statement looks up, and that the driver buffers: each may have 16 MB."""
+_RANK_DIGITS = 19
 _CACHED_BUCKETS = 1_000_000
 """Maximum number of buckets in the cached outlines of all runs."""
 
@@ -57,20 +58,17 @@ _decode_layout = msgspec.json.Decoder(wire.Layout).decode
 
 def keys(connection: Connection, sources: SelectedSources, module: int | None = None) -> list[LayoutKey]:
     """Each layout once, by run, module and revision. Reads the index alone, and no body."""
+    rows = sources.execute(connection, _keys, module)
+    return sorted(LayoutKey(run, module, revision, source[_RANK_DIGITS:]) for run, module, revision, source in rows)
+
+
+def _keys(sources: SelectedSources, module: int | None) -> Select[Any]:
+    """Layouts, each with the source of the lowest rank that sent it, after that rank in `_RANK_DIGITS` digits."""
     c = schema.layouts.c
-    of_module = [] if module is None else [c.module == module]
-    order = func.row_number().over(partition_by=(c.run_id, c.module, c.revision), order_by=sources.c.rank)
-    numbered = (
-        select(c.run_id, c.module, c.revision, c.source, order.label("number"))
-        .select_from(sources.cte)
-        .join(*sources.joined(schema.layouts))
-        .where(*of_module)
-        .subquery()
-        .c
-    )
-    selected = select(numbered.run_id, numbered.module, numbered.revision, numbered.source)
-    rows = connection.execute(selected.where(numbered.number == 1)).all()
-    return sorted(LayoutKey(*row) for row in rows)
+    key = (c.run_id, c.module, c.revision)
+    rank = cast(sources.c.rank + literal_column(str(2 * 10 ** (_RANK_DIGITS - 1))), Text)
+    query = select(*key, func.min(rank + sources.c.source)).join(*sources.joined(schema.layouts)).group_by(*key)
+    return query if module is None else query.where(c.module == module)
 
 
 def whole(

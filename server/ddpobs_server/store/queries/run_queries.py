@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, case, false, func, or_, select, true
+from sqlalchemy import ColumnElement, Connection, Select, and_, case, false, func, or_, select, true
 
 from ddpobs.shared.silence import PULSE_SILENCE_NS
 from ddpobs_server.store import endings, schema
-from ddpobs_server.store.database.sql import float_sum
+from ddpobs_server.store.database.sql import execute_built, float_sum
 from ddpobs_server.store.queries.run_labels import decoded_tags, folded
 from ddpobs_server.store.rows import Run, RunVersion, WantedRuns
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
+from ddpobs_server.store.selected_sources import ACTIVE_RUNS
 
 _r, _s = schema.runs.c, schema.sources.c
 ALL = WantedRuns()
@@ -43,20 +44,30 @@ def where(
 
     If `only` names the only run, a cluster reads a single node.
     """
+    return _runs(connection.execute(_query(conditions, limit, only)))
+
+
+def active_runs(connection: Connection, workspace: str, since_ns: int, until_ns: int) -> list[Run]:
+    """A workspace's runs with their last batch in that time, newest first."""
+    values = {"workspace": workspace, "since_ns": since_ns, "until_ns": until_ns}
+    return _runs(execute_built(connection, _query, ACTIVE_RUNS, values=values))
+
+
+def _query(conditions: Sequence[ColumnElement[bool]], limit: int | None = None, only: str | None = None) -> Select[Any]:
     p = select(schema.runs).where(*conditions).order_by(_r.created_ns.desc(), _r.run_id).limit(limit).subquery().c
     plain = (p.run_id, p.attempt, p.tags, p.note, p.created_ns, p.last_seen_ns, p.commits)
     goes_on = (_s.stuck_ns == 0) & (_s.ended == "") & (_s.last_seen_ns >= p.last_seen_ns - PULSE_SILENCE_NS)
     columns: list[Any] = [*plain, *_sums(), endings.count_where(goes_on)]
-    query = (
+    return (
         select(*columns)
         .outerjoin(schema.sources, (_s.run_id == (only or p.run_id)) & (_s.attempt == p.attempt))
         .group_by(*plain)
         .order_by(p.created_ns.desc(), p.run_id)
     )
-    return [
-        replace(Run(*row[:2], *map(int, row[4:])), tags=decoded_tags(row.tags), note=row.note)
-        for row in connection.execute(query)
-    ]
+
+
+def _runs(rows: Iterable[Any]) -> list[Run]:
+    return [replace(Run(*row[:2], *map(int, row[4:])), tags=decoded_tags(row.tags), note=row.note) for row in rows]
 
 
 @cache

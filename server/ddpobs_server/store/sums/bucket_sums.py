@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Connection, Dialect, select, text, tuple_
+from sqlalchemy import BigInteger, Connection, Dialect, Select, and_, bindparam, or_, select, text
 
 from ddpobs import wire
 from ddpobs_server.store import schema
-from ddpobs_server.store.database.sql import compiled, execute_one, execute_rows, insert
+from ddpobs_server.store.database.sql import compiled, execute_one, execute_rows, insert, padded
 from ddpobs_server.store.rows import BucketRollup
 from ddpobs_server.store.selected_sources import SelectedSources
 
@@ -86,7 +86,7 @@ def add(connection: Connection, sums: Mapping[Key, Table]) -> Counter[str]:
 
 def read_named(
     connection: Connection, sources: SelectedSources, size_of: Mapping[tuple[str, int, int], Sizes]
-) -> tuple[list[tuple[str, BucketRollup]], list[tuple[str, int, int]]]:
+) -> tuple[list[tuple[str, BucketRollup]], dict[str, dict[int, float]]]:
     """The sums of the buckets that a layout names. Rows of other modules and revisions are not read.
 
     Args:
@@ -95,10 +95,11 @@ def read_named(
         size_of: Sizes of the buckets of each layout, by run, module and revision.
 
     Returns:
-        (run, sums) over all ranks by module, revision and bucket; and (run, rank, bytes of buckets reduced).
+        (run, sums) over all ranks by module, revision and bucket; and by run the bytes of buckets that each rank
+        reduced.
     """
     totals: dict[tuple[str, int, int], Table] = {}
-    reduced: dict[tuple[str, int], float] = {}
+    reduced: dict[str, dict[int, float]] = {}
     for group in _of_layouts(connection, sources, sorted({key[1:] for key in size_of})):
         for key, ranks, all_tables in _by_buckets(group):
             if key not in size_of:  # A layout of another run has its module and revision.
@@ -107,21 +108,32 @@ def read_named(
             tables = all_tables[:, :, all_tables[0, 0] < len(sizes)]
             _add_to(totals, key, tables)
             size_bytes = np.dot(tables[:, 1], sizes[tables[0, 0].astype(np.int64)])
+            of_run = reduced.setdefault(key[0], {})
             for rank, reduced_bytes in zip(ranks, size_bytes.tolist(), strict=True):
-                reduced[key[0], rank] = reduced.get((key[0], rank), 0.0) + reduced_bytes
-    return _by_bucket(totals), [(run, rank, int(size_bytes)) for (run, rank), size_bytes in reduced.items()]
+                of_run[rank] = of_run.get(rank, 0.0) + reduced_bytes
+    return _by_bucket(totals), reduced
 
 
 def _of_layouts(
     connection: Connection, sources: SelectedSources, layouts: Sequence[tuple[int, int]]
 ) -> Iterator[Sequence[Any]]:
     """Groups of rows with the module and the revision of one of the layouts. All runs mostly have the same few."""
+    for first in range(0, len(layouts), _LAYOUTS):
+        count, values = padded(layouts[first : first + _LAYOUTS], "module", "revision")
+        yield from sources.execute(connection, _sums_of, count, yield_per=_GROUP_ROWS, **values).partitions()
+
+
+def _sums_of(sources: SelectedSources, count: int | None = None) -> Select[Any]:
+    """Rows of a number of layouts, None for all."""
     c = schema.bucket_sums.c
     query = select(sources.c.run_id, sources.c.rank, c.module, c.revision, c.sums)
-    query = query.join(*sources.joined(schema.bucket_sums)).execution_options(yield_per=_GROUP_ROWS)
-    for first in range(0, len(layouts), _LAYOUTS):
-        named = tuple_(c.module, c.revision).in_(layouts[first : first + _LAYOUTS])
-        yield from connection.execute(query.where(named)).partitions()
+    query = query.join(*sources.joined(schema.bucket_sums))
+    if count is None:
+        return query
+    module, revision = (
+        [bindparam(f"{name}_{index}", type_=BigInteger) for index in range(count)] for name in ("module", "revision")
+    )
+    return query.where(or_(*map(and_, map(c.module.__eq__, module), map(c.revision.__eq__, revision))))
 
 
 def read(connection: Connection, sources: SelectedSources, limit: int) -> tuple[list[tuple[str, BucketRollup]], bool]:
@@ -129,12 +141,9 @@ def read(connection: Connection, sources: SelectedSources, limit: int) -> tuple[
 
     Once the limit is reached, modules and revisions that were not seen before are left out.
     """
-    c = schema.bucket_sums.c
-    query = select(sources.c.run_id, sources.c.rank, c.module, c.revision, c.sums)
-    query = query.join(*sources.joined(schema.bucket_sums))
     totals: dict[tuple[str, int, int], Table] = {}
     is_short = False
-    for group in connection.execute(query.execution_options(yield_per=_GROUP_ROWS)).partitions():
+    for group in sources.execute(connection, _sums_of, yield_per=_GROUP_ROWS).partitions():
         for key, _, tables in _by_buckets(group):
             if key in totals or sum(table.shape[1] for table in totals.values()) + tables.shape[2] <= limit:
                 _add_to(totals, key, tables)

@@ -7,26 +7,22 @@ histogram shows when a late batch changed a past window.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import add
+from typing import Any
 
-from sqlalchemy import Connection, case, select
+from sqlalchemy import BigInteger, Connection, Select, String, bindparam, case, select
 
-from ddpobs import wire
 from ddpobs.shared.silence import SUMMED_STEPS_SILENCE_NS
 from ddpobs_server.store import schema
-from ddpobs_server.store.database.sql import float_sum
-from ddpobs_server.store.rows import Run
+from ddpobs_server.store.database.sql import columns_by_run, float_sum, padded
+from ddpobs_server.store.rows import LastSeen, PhaseSums, Run
 from ddpobs_server.store.selected_sources import SelectedSources
 
-NAMES = ("steps", "comm_ns", *(f"{phase}_ns" for phase in wire.PHASES))
-Sums = dict[int, tuple[int, ...]]
-"""By rank, in the order of `NAMES`."""
+_NO_WINDOW = 2**62
 _GROUP_WINDOWS, _MARGIN_WINDOWS = 8, 4
 """The cache grows by groups of 8 windows, and leaves out the last 4 windows before the slowest rank's step."""
-LastSeen = Sequence[tuple[str, int, int, int, int]]
-"""As `aggregate_queries.last_seen` returns it."""
 
 
 @dataclass
@@ -34,7 +30,7 @@ class _CachedSums:
     """Sums of the windows before `until`."""
 
     until: int = 0
-    sums: Sums = field(default_factory=dict)
+    sums: PhaseSums = field(default_factory=PhaseSums)
 
 
 class PhaseTotals:
@@ -51,9 +47,9 @@ class PhaseTotals:
         runs: list[Run],
         *,
         steps: dict[str, int],
-        last_seen: LastSeen,
+        last_seen: Mapping[str, LastSeen],
         active: list[Run],
-    ) -> dict[str, Sums]:
+    ) -> dict[str, PhaseSums]:
         """Sums of each run's latest attempt, by run.
 
         Args:
@@ -61,7 +57,7 @@ class PhaseTotals:
             sources: Sources of the runs.
             runs: The runs.
             steps: Number of steps in all ranks' histograms, by run, in the same state.
-            last_seen: Progress of each rank, in the same state.
+            last_seen: Progress of the ranks, by run, in the same state.
             active: Runs that stay in the cache, whether they are read now or not.
         """
         with self._lock:
@@ -70,14 +66,15 @@ class PhaseTotals:
             self._cache = {key: entry for key, entry in self._cache.items() if key in remaining}
             self._cache |= {(run.run, run.attempt): cached[run.run] for run in runs}
             recent = _window_sums(connection, sources, {run: (entry.until, None) for run, entry in cached.items()})
-            totals = {run: _add(entry.sums, recent.get(run, {})) for run, entry in cached.items()}
+            totals = {run: _add(entry.sums, recent.get(run, PhaseSums())) for run, entry in cached.items()}
             # A late batch changes windows that are cached.
-            stale = [run for run in totals if sum(row[0] for row in totals[run].values()) != steps.get(run, 0)]
+            stale = [run for run in totals if sum(totals[run].steps) != steps.get(run, 0)]
             if stale:
                 fresh = _window_sums(connection, sources, dict.fromkeys(stale, (0, None)))
                 for run in stale:
-                    totals[run], cached[run].until, cached[run].sums = fresh.get(run, {}), 0, {}
-            self._grow(connection, sources, _slowest_steps(last_seen), cached)
+                    totals[run] = fresh.get(run, PhaseSums())
+                    cached[run].until, cached[run].sums = 0, PhaseSums()
+            self._grow(connection, sources, {run: _slowest_step(seen) for run, seen in last_seen.items()}, cached)
             return totals
 
     def _grow(
@@ -92,46 +89,55 @@ class PhaseTotals:
         if growing:
             sums = _window_sums(connection, sources, growing)
             for run in growing:
-                cached[run].until, cached[run].sums = until[run], _add(cached[run].sums, sums.get(run, {}))
+                cached[run].until, cached[run].sums = until[run], _add(cached[run].sums, sums.get(run, PhaseSums()))
 
 
-def _slowest_steps(last_seen: LastSeen) -> dict[str, int]:
-    """Last step of the slowest rank, by run. With uneven inputs it falls ever further behind the other ranks."""
-    newest_ns: dict[str, int] = {}
-    for run, _, _, seen_ns, _ in last_seen:
-        newest_ns[run] = max(seen_ns, newest_ns.get(run, 0))
-    slowest: dict[str, int] = {}
-    for run, _, step, seen_ns, _ in last_seen:
-        if seen_ns >= newest_ns[run] - SUMMED_STEPS_SILENCE_NS:
-            slowest[run] = min(step, slowest.get(run, step))
-    return slowest
+def _slowest_step(seen: LastSeen) -> int:
+    """Last step of the slowest rank. With uneven inputs it falls ever further behind the other ranks."""
+    recent_ns = max(seen.seen_ns) - SUMMED_STEPS_SILENCE_NS
+    return min(step for step, seen_ns in zip(seen.step, seen.seen_ns, strict=True) if seen_ns >= recent_ns)
 
 
 def _window_sums(
     connection: Connection, sources: SelectedSources, windows: Mapping[str, tuple[int, int | None]]
-) -> dict[str, Sums]:
+) -> dict[str, PhaseSums]:
     """Sums over the windows [begin, end) of each run in `windows`."""
     if not windows:
         return {}
-    c, run = schema.rollups.c, sources.c.run_id
-    begin = case({name: begin for name, (begin, _) in windows.items()}, value=run, else_=2**62)
+    is_open = all(end is None for _, end in windows.values())
+    count, values = padded(((run, *ends) for run, ends in windows.items()), "run", "begin", "end")
+    columns = columns_by_run(sources.execute(connection, _sums_of_windows, count, is_open, **values))
+    return {run: PhaseSums(*sums) for run, sums in columns}
+
+
+def _sums_of_windows(sources: SelectedSources, count: int, is_open: bool) -> Select[Any]:
+    """Sums over the windows from `begin_INDEX`, and up to `end_INDEX` unless `is_open`, of the run `run_INDEX`."""
+    c, keys = schema.rollups.c, (sources.c.run_id, sources.c.rank)
+    runs = [bindparam(f"run_{index}", type_=String) for index in range(count)]
+    begin, end = (
+        case(
+            *((run, bindparam(f"{name}_{index}", type_=BigInteger)) for index, run in enumerate(runs)),
+            value=keys[0],
+            else_=_NO_WINDOW,
+        )
+        for name in ("begin", "end")
+    )
     query = (
-        select(run, sources.c.rank, *(float_sum(c[name]) for name in NAMES))
+        select(*keys, *(float_sum(c[name]) for name in PhaseSums._fields[1:]))
         .join(*sources.joined(schema.rollups))
         .where(c.step_window >= begin)
-        .group_by(run, sources.c.rank)
-        .order_by(run, sources.c.rank)
+        .group_by(*keys)
+        .order_by(*keys)
     )
-    ends = {name: end for name, (_, end) in windows.items() if end is not None}
-    if ends:
-        query = query.where(c.step_window < case(ends, value=run, else_=2**62))
-    result: dict[str, Sums] = {}
-    for name, rank, *row in connection.execute(query).all():
-        result.setdefault(name, {})[rank] = tuple(map(int, row))
-    return result
+    return query if is_open else query.where(c.step_window < end)
 
 
-def _add(some: Sums, more: Sums) -> Sums:
-    zeros = (0,) * len(NAMES)
-    ranks = sorted(some.keys() | more.keys())
-    return {rank: tuple(map(add, some.get(rank, zeros), more.get(rank, zeros))) for rank in ranks}
+def _add(some: PhaseSums, more: PhaseSums) -> PhaseSums:
+    if not some.rank or not more.rank:
+        return some if some.rank else more
+    if some.rank == more.rank:
+        return PhaseSums(some.rank, *(tuple(map(add, *columns)) for columns in zip(some[1:], more[1:], strict=True)))
+    sums: dict[int, list[float]] = {rank: values for rank, *values in zip(*some, strict=True)}
+    for rank, *values in zip(*more, strict=True):
+        sums[rank] = list(map(add, sums[rank], values)) if rank in sums else values
+    return PhaseSums(*zip(*((rank, *values) for rank, values in sorted(sums.items())), strict=True))

@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from sqlalchemy import Connection, and_, func, or_, select
+from sqlalchemy import Connection, Select, and_, func, or_, select
 
 from ddpobs_server.store import schema
 from ddpobs_server.store.selected_sources import SelectedSources
@@ -75,8 +75,8 @@ class UnusedNames:
         names that were read, and of each module's rank with the most.
         """
         by_run: dict[str, list[_Set]] = {}
-        for row in _latest(connection, sources):
-            by_run.setdefault(row.key.run, []).append(row)
+        for *key, module, names in sources.execute(connection, _latest):
+            by_run.setdefault(key[0], []).append(_Set(_Key(*key), module, int(names)))
         reader = _Reader(_READ_BYTES)
         return {run: _count(sets, self._hashes(connection, sets, reader)) for run, sets in by_run.items()}
 
@@ -137,7 +137,7 @@ def _count(sets: Sequence[_Set], hashes: Mapping[_Key, _Hashes]) -> int:
     return sum(max(most, distinct.get(module, 0)) for module, most in longest.items())
 
 
-def _latest(connection: Connection, sources: SelectedSources) -> Iterator[_Set]:
+def _latest(sources: SelectedSources) -> Select[Any]:
     """The latest set of each source and module. Reads the index alone."""
     c = schema.unused.c
     order = (c.seq.desc(), c.position.desc())
@@ -150,8 +150,7 @@ def _latest(connection: Connection, sources: SelectedSources) -> Iterator[_Set]:
         .c
     )
     columns = (latest.run_id, latest.source, latest.seq, latest.position, latest.module, latest.names)
-    query = select(*columns).where(latest.number == 1).order_by(*columns[:4])
-    return (_Set(_Key(*row[:4]), row[4], int(row[5])) for row in connection.execute(query))
+    return select(*columns).where(latest.number == 1).order_by(*columns[:4])
 
 
 def _bodies(connection: Connection, keys: Sequence[_Key]) -> Iterator[tuple[_Key, str]]:
