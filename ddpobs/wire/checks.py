@@ -83,10 +83,11 @@ _PHASE_ROWS = slice(Steps.names.index(_PHASES_NS[0]), Steps.names.index(_PHASES_
 
 def _check_steps(steps: Steps, anchor: Anchor) -> None:
     _check_bounds("steps", steps, _STEPS_BOUNDS, anchor)
-    _require("steps.step", np.diff(steps.step, prepend=UNKNOWN) > 0, "after the step before it")
-    _require("steps.end_ns", steps.end_ns >= steps.start_ns, "not before start_ns")
+    step, wall_ns = steps.step, steps.end_ns - steps.start_ns
+    _require("steps.step", step[1:] > step[:-1], "after the step before it", first=1)
+    _require("steps.end_ns", wall_ns >= 0, "not before start_ns")
     phases_ns = steps.table[_PHASE_ROWS].sum(axis=0)
-    _require("steps.other_ns", phases_ns == steps.end_ns - steps.start_ns, "phases that add up to end_ns - start_ns")
+    _require("steps.other_ns", phases_ns == wall_ns, "phases that add up to end_ns - start_ns")
 
 
 def _check_spans(spans: Spans, anchor: Anchor) -> None:
@@ -94,7 +95,9 @@ def _check_spans(spans: Spans, anchor: Anchor) -> None:
     launched, done = spans.launched_ns, spans.done_ns
     _require("spans.launched_ns", launched >= spans.ready_ns, "not before ready_ns")
     _require("spans.done_ns", done >= launched, "not before launched_ns")
-    started = (spans.started_ns <= done) | (spans.started_ns == UNKNOWN)
+    started = spans.started_ns <= done
+    if not started.all():
+        started |= spans.started_ns == UNKNOWN
     _require("spans.started_ns", started, f"not after done_ns, or {UNKNOWN} for unknown")
 
 
@@ -141,9 +144,11 @@ def _check_bounds(field: str, record: Columns, bounds: _Bounds, anchor: Anchor) 
         return
     least, most = bounds.around(anchor)
     low, high = record.table.min(axis=1), record.table.max(axis=1)
-    beyond = np.flatnonzero((low < least) | (high > most))
+    is_beyond = (low < least) | (high > most)
+    if not is_beyond.any():
+        return
     # Times last: a wrong phase, which is the cause, may have made a time wrong.
-    for index in sorted(beyond, key=bounds.is_time.__getitem__):
+    for index in sorted(np.flatnonzero(is_beyond), key=bounds.is_time.__getitem__):
         column, name = record.table[index], f"{field}.{record.names[index]}"
         if bounds.is_time[index]:
             near = (column >= least[index]) & (column <= most[index]) | (column == UNKNOWN)
@@ -159,6 +164,7 @@ def _require_between(field: str, column: Ints, least: int, most: int) -> None:
         raise WireError(field, f"{least} to {most}", f"{column[row]} in row {row}")
 
 
-def _require(field: str, satisfied: npt.NDArray[np.bool_], expected: str) -> None:
+def _require(field: str, satisfied: npt.NDArray[np.bool_], expected: str, first: int = 0) -> None:
+    """Refuse a column in a row that is not satisfied. `satisfied` begins with row `first`."""
     if not satisfied.all():
-        raise WireError(field, expected, f"another value in row {int(np.argmin(satisfied))}")
+        raise WireError(field, expected, f"another value in row {first + int(np.argmin(satisfied))}")

@@ -148,7 +148,7 @@ class Columns:
         return dict(zip(self.names, self.table, strict=True))
 
     def __len__(self) -> int:
-        return len(self.table[0])
+        return int(self.table.shape[1])
 
 
 def _row(index: int, columns: Columns) -> Ints:

@@ -198,6 +198,22 @@ def test_phases_that_do_not_add_up_are_refused() -> None:
     wire.decode(wire.encode(batch(steps=wire.Steps(**(columns | {"end_ns": single * 6})))))
 
 
+@pytest.mark.parametrize(("step", "row"), [([0, 0, 1], 1), ([0, 2, 1], 2)])
+def test_steps_out_of_order_are_refused_by_their_row(step: list[int], row: int) -> None:
+    columns = dict.fromkeys(wire.Steps.names, np.zeros(3, np.int64))
+    wire.decode(wire.encode(batch(steps=wire.Steps(**columns | {"step": np.arange(3)}))))
+    with pytest.raises(WireError, match=rf"steps\.step: .* in row {row}$"):
+        wire.decode(wire.encode(batch(steps=wire.Steps(**columns | {"step": np.array(step)}))))
+
+
+def test_some_starts_may_be_unknown_but_none_after_the_end() -> None:
+    ready = np.zeros(3, np.int64)
+    times: dict[str, Any] = {"ready_ns": ready, "launched_ns": ready, "done_ns": ready + 5}
+    wire.decode(wire.encode(batch(spans=spans(**times, started_ns=np.array([wire.UNKNOWN, 5, 0])))))
+    with pytest.raises(WireError, match=r"spans\.started_ns: .* in row 1$"):
+        wire.decode(wire.encode(batch(spans=spans(**times, started_ns=np.array([wire.UNKNOWN, 6, 0])))))
+
+
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_raise_nothing_but_a_wire_error(body: bytes) -> None:
     for content_type in (wire.MSGPACK, wire.JSON):
