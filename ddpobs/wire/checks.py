@@ -143,7 +143,7 @@ def _check_bounds(field: str, record: Columns, bounds: _Bounds, anchor: Anchor) 
     if not len(record):
         return
     least, most = bounds.around(anchor)
-    low, high = record.table.min(axis=1), record.table.max(axis=1)
+    low, high = record.extremes
     is_beyond = (low < least) | (high > most)
     if not is_beyond.any():
         return

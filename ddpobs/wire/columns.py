@@ -85,7 +85,7 @@ class Columns:
         ValueError: Columns of unequal length.
     """
 
-    __slots__ = ("table",)
+    __slots__ = ("_extremes", "table")
     names: ClassVar[tuple[str, ...]] = ()
     ranges: ClassVar[Mapping[str, Range]] = {}
     defaults: ClassVar[Mapping[str, int]] = {}
@@ -107,6 +107,7 @@ class Columns:
                 f"columns that it does not have: {', '.join(sorted(unknown)) or 'none'}"
             )
         self.table: Ints = np.array([columns[name] for name in self.names], np.int64)
+        self._extremes: tuple[Ints, Ints] | None = None
 
     @classmethod
     def of_older(cls, columns: Mapping[str, Ints]) -> Self:
@@ -129,7 +130,7 @@ class Columns:
     def from_table(cls, table: Ints) -> Self:
         """Wrap a table, with a row for each column, without a copy."""
         record = cls.__new__(cls)
-        record.table = table
+        record.table, record._extremes = table, None
         return record
 
     @classmethod
@@ -146,6 +147,22 @@ class Columns:
     def by_name(self) -> dict[str, Ints]:
         """Map each name to its column, as a view."""
         return dict(zip(self.names, self.table, strict=True))
+
+    @property
+    def extremes(self) -> tuple[Ints, Ints]:
+        """Smallest and largest value of each column, each of shape (columns,), of a record with rows.
+
+        They are computed once: the record must not change afterwards.
+        """
+        if self._extremes is None:
+            self._extremes = self.table.min(axis=1), self.table.max(axis=1)
+        return self._extremes
+
+    def ends(self, name: str) -> tuple[int, int]:
+        """Smallest and largest value of a column, of a record with rows."""
+        index = self.names.index(name)
+        least, most = self.extremes
+        return int(least[index]), int(most[index])
 
     def __len__(self) -> int:
         return int(self.table.shape[1])

@@ -65,6 +65,13 @@ def test_a_column_declared_as_a_time_is_bounded_by_the_anchor() -> None:
         wire.decode(wire.encode(batch(spans=late)))
 
 
+def test_a_record_has_the_ends_of_each_column() -> None:
+    record = spans(started_ns=np.array([7, wire.UNKNOWN, 3]))
+    assert record.ends("started_ns") == (wire.UNKNOWN, 7)
+    assert record.select([0, 2]).ends("started_ns") == (3, 7)
+    assert [record.ends(name) for name in record.names] == [(min(row), max(row)) for row in record.table.tolist()]
+
+
 def test_an_older_record_becomes_a_newer_one_by_the_defaults_of_the_later_columns() -> None:
     assert is_extended(NewerSpans.of_older(spans().by_name()), spans())
     assert NewerSpans.of_older(spans().by_name() | {"retries": np.arange(3)}).retries.tolist() == [0, 1, 2]

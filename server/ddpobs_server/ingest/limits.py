@@ -54,10 +54,10 @@ def _check_modules(batch: wire.Batch, settings: Settings) -> None:
     for field in ("spans", "comms"):
         columns = getattr(batch, field)
         if columns is not None and len(columns):
-            _check_at_most(f"{field}.module", int(columns.module.max()) + 1, settings.max_layouts, "MAX_LAYOUTS")
+            _check_at_most(f"{field}.module", columns.ends("module")[1] + 1, settings.max_layouts, "MAX_LAYOUTS")
     if batch.spans is not None and len(batch.spans):
-        _check_at_most("spans.revision", int(batch.spans.revision.max()) + 1, settings.max_layouts, "MAX_LAYOUTS")
-        _check_at_most("spans.bucket", int(batch.spans.bucket.max()) + 1, settings.max_buckets, "MAX_BUCKETS")
+        _check_at_most("spans.revision", batch.spans.ends("revision")[1] + 1, settings.max_layouts, "MAX_LAYOUTS")
+        _check_at_most("spans.bucket", batch.spans.ends("bucket")[1] + 1, settings.max_buckets, "MAX_BUCKETS")
 
 
 def _check_facts(field: str, facts: Mapping[str, Any]) -> None:

@@ -97,7 +97,7 @@ class Arrival:
     def step_ends(self) -> dict[str, tuple[int, int]]:
         """First and last step of its steps and of its spans, without an entry for none."""
         columns = {"steps": self.batch.steps, "spans": self.batch.spans}
-        return {kind: chunks.ends(own.step) for kind, own in columns.items() if own is not None and len(own)}
+        return {kind: own.ends("step") for kind, own in columns.items() if own is not None and len(own)}
 
 
 class Joined(NamedTuple):
