@@ -47,7 +47,7 @@ def on_postgresql(postgresql: databases.Fresh, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="session")
 def shared(fresh: databases.Fresh, request: pytest.FixtureRequest) -> Collector:
-    """One real collector on each database, for all tests that use only a run of their own."""
+    """One real collector on each database, for all tests that use only a run of their own. None is lost."""
     running: Collector = request.getfixturevalue("on_sqlite" if fresh is databases.sqlite else "on_postgresql")
     return running
 
@@ -81,7 +81,7 @@ def run(request: pytest.FixtureRequest) -> str:
 
 def _collector_on(fresh: databases.Fresh, folders: pytest.TempPathFactory) -> AbstractContextManager[Collector]:
     folder = folders.mktemp("collector")
-    return collector(folder, database_url=fresh(folder))
+    return collector(folder, database_url=fresh(folder), lost_after_s=3600, stalled_after_s=3600)
 
 
 @pytest.fixture(scope="module")
