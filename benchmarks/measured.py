@@ -283,14 +283,13 @@ def _soak() -> str:
         ["most memory in each half, MB", f"{found['first_half_mb']:.0f}, {found['second_half_mb']:.0f}"],
         ["internal errors", f"{sum(found['strange'].values())}"],
     ]
+    more = "% more latency of a neighbour"
     kinds = {
         "beside": "beside that load, than alone",
         "beside over elsewhere": "beside it, than beside it on another collector",
         "alone once more": "alone once more (the noise)",
     }
-    rows += [
-        [f"% more latency of a neighbour: {kinds[kind]}", change(Ratio(**found["neighbour"][kind]))] for kind in kinds
-    ]
+    rows += [[f"{more}: {kinds[kind]}", change(Ratio(**found["neighbour"][kind]))] for kind in kinds]
     return rows_of(["", ""], rows)
 
 
@@ -298,9 +297,8 @@ def _many_runs() -> str:
     if not files("many-runs"):
         return NOT_MEASURED
     found = newest("many-runs")
-    columns = {"processor time, ms": ("{}, processor ms", ",.0f")}
-    if not any(name.endswith(", processor ms") for name in found):  # An older result.
-        columns = {}
+    has_times = any(name.endswith(", processor ms") for name in found)  # An older result lacks them.
+    columns = {"processor time, ms": ("{}, processor ms", ",.0f")} if has_times else {}
     columns["latency of a neighbour, of that alone"] = ("neighbour during {}, ratio", ".2f")
     rows = []
     for name, value in found.items():

@@ -5,6 +5,15 @@ Every query covers a single run, or joins and sums each of several runs by its `
 
 from __future__ import annotations
 
+from ddpobs_server.store.aggregate_rows import (
+    Aggregates,
+    BucketRollup,
+    LastSeen,
+    LayoutOutline,
+    PeerTotals,
+    PhaseSums,
+    Rollup,
+)
 from ddpobs_server.store.database.database_errors import (
     LostDatabaseError,
     OtherSchemaError,
@@ -15,21 +24,14 @@ from ddpobs_server.store.queries.column_queries import TooManyRowsError
 from ddpobs_server.store.queries.notification_queries import NotificationKey
 from ddpobs_server.store.queries.run_labels import labels_of, trained_labels
 from ddpobs_server.store.rows import (
-    Aggregates,
     Attempt,
     AttemptSummary,
     AuditAction,
     AuditEntry,
-    BucketRollup,
     CallerKind,
     ComparedHost,
     HostTotal,
     HostTotals,
-    LastSeen,
-    LayoutOutline,
-    PeerTotals,
-    PhaseSums,
-    Rollup,
     Run,
     RunVersion,
     Source,

@@ -15,6 +15,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DataError
 
+from ddpobs_server.store.aggregate_rows import Aggregates, LayoutOutline
 from ddpobs_server.store.database import distribution, engine, migration
 from ddpobs_server.store.database.database_errors import UnavailableError
 from ddpobs_server.store.database.database_state import DatabaseState
@@ -32,7 +33,7 @@ from ddpobs_server.store.queries import (
     token_queries,
     workspace_queries,
 )
-from ddpobs_server.store.rows import Aggregates, ComparedHost, HostTotals, LayoutOutline, Run, RunVersion
+from ddpobs_server.store.rows import ComparedHost, HostTotals, Run, RunVersion
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
 from ddpobs_server.store.selected_sources import (
     SelectedSources,

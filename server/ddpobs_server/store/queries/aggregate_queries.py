@@ -13,8 +13,8 @@ from sqlalchemy import BigInteger, Connection, Select, Table, and_, bindparam, c
 from ddpobs import wire
 from ddpobs.wire.facts import EndFacts, facts_of
 from ddpobs_server.store import schema
+from ddpobs_server.store.aggregate_rows import LastSeen, PeerTotals, Rollup
 from ddpobs_server.store.database.sql import columns_by_run, float_sum, padded
-from ddpobs_server.store.rows import LastSeen, PeerTotals, Rollup
 from ddpobs_server.store.selected_sources import SelectedSources
 
 _s = schema.sources.c

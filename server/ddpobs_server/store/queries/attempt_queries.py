@@ -10,9 +10,10 @@ from sqlalchemy import Connection, Row, Select, case, func, null, select
 
 from ddpobs import wire
 from ddpobs_server.store import endings, schema
+from ddpobs_server.store.aggregate_rows import BucketRollup, Rollup
 from ddpobs_server.store.database.sql import float_sum
 from ddpobs_server.store.queries import aggregate_queries, layout_queries, unused_queries
-from ddpobs_server.store.rows import Attempt, AttemptSummary, BucketRollup, Rollup, Source
+from ddpobs_server.store.rows import Attempt, AttemptSummary, Source
 from ddpobs_server.store.selected_sources import sources_of_attempt
 from ddpobs_server.store.sums import bucket_sums
 

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Select, Text, and_, cast, func, literal_colum
 from ddpobs import wire
 from ddpobs.shared.words import unit_title
 from ddpobs_server.store import schema
-from ddpobs_server.store.rows import LayoutOutline
+from ddpobs_server.store.aggregate_rows import LayoutOutline
 from ddpobs_server.store.selected_sources import SelectedSources
 
 RESPONSE_BYTES = 16_000_000

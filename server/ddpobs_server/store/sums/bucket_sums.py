@@ -19,8 +19,8 @@ from sqlalchemy import BigInteger, Connection, Dialect, Select, and_, bindparam,
 
 from ddpobs import wire
 from ddpobs_server.store import schema
+from ddpobs_server.store.aggregate_rows import BucketRollup
 from ddpobs_server.store.database.sql import compiled, execute_one, execute_rows, insert, padded
-from ddpobs_server.store.rows import BucketRollup
 from ddpobs_server.store.selected_sources import SelectedSources
 
 SUMS = ("steps", "compute_ns", "comm_ns", "exposed_ns")

@@ -16,8 +16,9 @@ from sqlalchemy import BigInteger, Connection, Select, String, bindparam, case, 
 
 from ddpobs.shared.silence import SUMMED_STEPS_SILENCE_NS
 from ddpobs_server.store import schema
+from ddpobs_server.store.aggregate_rows import LastSeen, PhaseSums
 from ddpobs_server.store.database.sql import columns_by_run, float_sum, padded
-from ddpobs_server.store.rows import LastSeen, PhaseSums, Run
+from ddpobs_server.store.rows import Run
 from ddpobs_server.store.selected_sources import SelectedSources
 
 _NO_WINDOW = 2**62
