@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import random
 import time
 from collections import Counter
@@ -32,6 +33,8 @@ HOSTILE, TEXT, WIDE = "hostile", "text", "wide"
 IDLE, HERE, ELSEWHERE = range(3)
 """Where the loads work: nowhere, at the collector under test, at the other one."""
 _PAUSE_S, _HELD_S = 0.5, 3.0
+_NICE = 19
+"""The loads' clients would be on other machines: they take no processor from the collector here."""
 _BOMB_BYTES = 100_000_000
 _RANKS = 16_384
 _RETRY = (408, 429, 503, 507)
@@ -107,7 +110,7 @@ class Load:
 
     def get(self, client: httpx.Client, path: str) -> None:
         """Read a path once."""
-        url = self.tenant.collector.url + path
+        url = self.tenant.collector.reading.url + path
         self.note(path.partition("?")[0].removeprefix("/api/v1/"), client.get(url, headers=self.tenant.headers))
 
     def note(self, what: str, answer: httpx.Response) -> None:
@@ -118,9 +121,10 @@ class Load:
 
     def _last_error(self) -> str:
         """The last exception in the collector's log, in a line."""
-        log = (self.tenant.collector.folder / "collector.log").read_text(errors="replace")
-        line = next((line for line in reversed(log.splitlines()) if '"exception"' in line), "{}")
-        return str(json.loads(line).get("exception", "")).rpartition("\n")[2][:300]
+        folders = {each.folder for each in (self.tenant.collector, self.tenant.collector.reading)}
+        logs = [(folder / "collector.log").read_text(errors="replace") for folder in folders]
+        lines = [line for log in logs for line in log.splitlines() if '"exception"' in line]
+        return str(json.loads(lines[-1]).get("exception", "")).rpartition("\n")[2][:300] if lines else ""
 
     def next_seq(self) -> int:
         """The next number of a batch. A process sends its steps in order, and a batch's are those of its number."""
@@ -197,7 +201,7 @@ class Crowd(Load):
         time.sleep(_PAUSE_S / 2)
 
     def _next_page(self, client: httpx.Client) -> None:
-        url = f"{self.tenant.collector.url}/api/v1/runs?limit=500{self._cursor}"
+        url = f"{self.tenant.collector.reading.url}/api/v1/runs?limit=500{self._cursor}"
         answer = client.get(url, headers=self.tenant.headers)
         self.note("a page of the list", answer)
         following = answer.json()["next"] if answer.is_success else None
@@ -222,6 +226,7 @@ class Readers(Load):
 
 
 def _process(make: Callable[[], Load], place: Any, ended: Any, results: Any) -> None:
+    os.nice(_NICE)
     load, number = make(), 0
     with httpx.Client(timeout=40) as client:
         while not ended.is_set():

@@ -31,7 +31,12 @@ LOAD = loads.Load(ranks=2, batches=1, steps=20, buckets=20, every_s=0.0, clients
 
 @dataclass
 class Collector:
-    """A collector process, which a fault may end and start again on the same port."""
+    """A collector process, which a fault may end and start again on the same port.
+
+    Attributes:
+        reader: Another collector on the same database, which starts and ends with this one; then this one only takes
+            batches.
+    """
 
     folder: Path
     database_url: str
@@ -39,9 +44,10 @@ class Collector:
     port: int = 0
     process: subprocess.Popen[bytes] | None = None
     command: tuple[str, ...] = (sys.executable, "-m", "ddpobs_server.app")
+    reader: Collector | None = None
 
     def start(self, **settings: object) -> None:
-        """Start the process and wait until it is ready."""
+        """Start the process and wait until it is ready, then the reader."""
         log = self.launch(**settings)
         deadline = time.monotonic() + _START_S
         while not (match := re.search(r"https?://[^:]+:(\d+)", log.read_text())):
@@ -49,10 +55,13 @@ class Collector:
                 raise RuntimeError(f"no collector: {log.read_text()}")
             time.sleep(0.05)
         self.port = int(match[1])
+        if self.reader is not None:
+            self.reader.start(**settings)
 
     def launch(self, **settings: object) -> Path:
         """Start the process without waiting for it; return its log."""
-        values = {"port": self.port, "database_url": self.database_url} | self.settings | settings
+        own = {"port": self.port, "database_url": self.database_url, "ingest_only": self.reader is not None}
+        values = own | self.settings | settings
         environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
         environ |= {f"DDPOBS_SERVER_{name.upper()}": str(value) for name, value in values.items()}
         log = self.folder / "collector.log"
@@ -65,19 +74,27 @@ class Collector:
         """Address of the collector."""
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def reading(self) -> Collector:
+        """The collector that serves reads."""
+        return self.reader or self
+
     def end(self, *, kill: bool = False) -> None:
-        """End the process, in order or at once."""
+        """End the process, in order or at once, and the reader's."""
+        if self.reader is not None:
+            self.reader.end(kill=kill)
         if self.process is not None:
             self.process.kill() if kill else self.process.terminate()
             self.process.wait(60)
 
     def memory_bytes(self, name: str = "VmRSS") -> int:
-        """Resident memory of the process; `VmHWM` is its peak. Zero if it has ended."""
+        """Resident memory of the process and of the reader's; `VmHWM` is its peak. Zero of one that has ended."""
+        size_bytes = 0 if self.reader is None else self.reader.memory_bytes(name)
         with suppress(OSError, AttributeError):
             status = Path(f"/proc/{self.process.pid}/status").read_text()  # type: ignore[union-attr]
             if match := re.search(rf"{name}:\s+(\d+)", status):
-                return int(match[1]) * 1024
-        return 0
+                return size_bytes + int(match[1]) * 1024
+        return size_bytes
 
 
 def new_tokens(*workspaces: str) -> tuple[list[str], list[Token]]:
@@ -127,7 +144,7 @@ class Tenant:
 
     def get(self, client: httpx.Client, path: str) -> httpx.Response:
         """Read a route of the run."""
-        return client.get(f"{self.collector.url}/api/v1/runs/{self.run}{path}", headers=self.headers)
+        return client.get(f"{self.collector.reading.url}/api/v1/runs/{self.run}{path}", headers=self.headers)
 
     @contextmanager
     def unfinished_bodies(self, count: int) -> Iterator[None]:
@@ -136,33 +153,34 @@ class Tenant:
             f"PUT /api/v1/runs/{self.run}/sources/{'f' * 16}/batches/0 HTTP/1.1\r\nHost: here\r\n"
             f"Authorization: Bearer {self.token}\r\nContent-Type: {wire.MSGPACK}\r\nContent-Length: 10000000\r\n\r\n"
         )
-        with self._connections(count, head.encode() + bytes(500_000)):
+        with _connections(self.collector.url, count, head.encode() + bytes(500_000)):
             yield
 
     @contextmanager
     def slow_readers(self, count: int, path: str = "/spans") -> Iterator[None]:
         """Hold connections that request a large answer and do not read it."""
         head = f"GET /api/v1/runs/{self.run}{path} HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {self.token}\r\n\r\n"
-        with self._connections(count, head.encode()):
+        with _connections(self.collector.reading.url, count, head.encode()):
             yield
 
-    @contextmanager
-    def _connections(self, count: int, data: bytes) -> Iterator[None]:
-        address = urlsplit(self.collector.url)
-        clients = []
-        try:
-            for _ in range(count):
-                with suppress(OSError):
-                    client = socket.socket()
-                    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                    client.settimeout(2)
-                    client.connect((address.hostname, address.port))
-                    clients.append(client)
-                    client.sendall(data)
-            yield
-        finally:
-            for client in clients:
-                client.close()
+
+@contextmanager
+def _connections(url: str, count: int, data: bytes) -> Iterator[None]:
+    address = urlsplit(url)
+    clients = []
+    try:
+        for _ in range(count):
+            with suppress(OSError):
+                client = socket.socket()
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.settimeout(2)
+                client.connect((address.hostname, address.port))
+                clients.append(client)
+                client.sendall(data)
+        yield
+    finally:
+        for client in clients:
+            client.close()
 
 
 def hostile_batches(tenant: Tenant, seq: int) -> list[wire.Batch]:

@@ -138,10 +138,11 @@ async def _open(settings: Settings, registry: CollectorRegistry) -> Services:
     writer = Writer(store, settings.queue_batches, limits, series, registry)
     writer.start()
     memory_budget = IngestMemoryBudget(int(settings.max_under_way_mb * 1e6), limits, registry)
-    retention = RetentionJob(settings, store, registry, reports.faults)
-    retention.start()
-    fleet = FleetTotals(store, reports, registry)
-    fleet.start()
+    # Of work that another collector does this one has no metrics: their alerts would fire.
+    work_registry = CollectorRegistry() if settings.ingest_only else registry
+    retention = RetentionJob(settings, store, work_registry, reports.faults)
+    fleet = FleetTotals(store, reports, work_registry)
+    webhook = WebhookJob(settings, store, reports, work_registry)
     usage = LimitUsage(settings, limits, store, registry)
     usage.watch("queue_batches", writer.used_ratio)
     usage.watch("max_under_way_mb", memory_budget.used_ratio)
@@ -152,8 +153,8 @@ async def _open(settings: Settings, registry: CollectorRegistry) -> Services:
     slots = concurrency.slots(limits.share)
     reloaded = Gauge("ddpobs_server_last_reload_successful", "1 unless the last reload was refused.", registry=registry)
     reloaded.set(1)
-    webhook = WebhookJob(settings, store, reports, registry)
-    webhook.start()
+    for job in () if settings.ingest_only else (retention, fleet, webhook):
+        job.start()
     return Services(
         settings=settings,
         store=store,
@@ -181,15 +182,8 @@ async def _open(settings: Settings, registry: CollectorRegistry) -> Services:
 
 
 def _close(services: Services) -> None:
-    threads = (
-        services.limits,
-        services.health,
-        services.retention,
-        services.webhook,
-        services.fleet,
-        services.writer,
-        services.reports,
-    )
+    jobs = () if services.settings.ingest_only else (services.retention, services.webhook, services.fleet)
+    threads = (services.limits, services.health, *jobs, services.writer, services.reports)
     serving.close(_CLOSE_S, *(thread.close for thread in threads))
     serving.close(_STORE_S, services.store.close)
     _log.info("collector stopped: all accepted batches are written")

@@ -50,6 +50,9 @@ class Settings(BaseSettings):
     prepare_threshold: PositiveInt | Literal["off"] = Field(
         5, description="Executions after which PostgreSQL prepares a statement; `off` behind a pool."
     )
+    ingest_only: bool = Field(
+        False, description="Only take batches; another collector on the database serves reads and diagnoses runs."
+    )
     token: SecretStr | None = Field(None, description="Bearer token required under /api and /metrics.")
     token_file: Path | None = Field(None, description="File of such tokens, one a line; read again while in use.")
     max_body_mb: float = Field(16, gt=0, description="Largest request body, in MB (10^6 bytes).")

@@ -41,6 +41,7 @@ NOT_RUN = {
     r"^useradd ": "adds a user to the system",
     r"^docker |docker compose up": "needs Docker; tests/containers starts them",
     r"\bkubectl ": "needs a cluster; tests/deployment/test_kubernetes.py renders and checks the manifests",
+    r"^DDPOBS_SERVER_INGEST_ONLY=|^nice ddpobs-server ": "tests/server/operations/test_ingest_only.py starts both",
     r"^systemctl |^cp deploy/systemd/": "changes the system; tests/deployment/test_services.py checks the unit",
     r"^sbatch ": "needs SLURM; tests/deployment/test_services.py runs the script",
     r"^kill -HUP ": "tests/server/web/test_reload.py sends the signal",

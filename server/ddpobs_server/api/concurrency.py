@@ -47,6 +47,7 @@ class ConcurrencyLimitedRoute(PlacedRoute):
             await refresh_tokens_for(request)
             if (workspace := workspace_of(request)) is None:
                 return await handle(request)
+            services_of(request).refuse_reads_if_ingest_only()
             async with services_of(request).read_slots.place(workspace):
                 return await handle(request)
 

@@ -60,7 +60,11 @@ async def get_metrics(
     caller: Annotated[Caller, Depends(needs("read"))],
     only: OnlyQuery = None,
 ) -> Response:
-    """The collector's own metrics and the metrics of the caller's runs."""
+    """The collector's own metrics and the metrics of the caller's runs; of one that only takes batches, its own."""
+    if only == "runs":
+        services.refuse_reads_if_ingest_only()
+    elif services.settings.ingest_only:
+        only = "collector"
     began = time.monotonic()
     render, content_type = choose_encoder(request.headers.get("Accept", ""))
     body = b"" if only == "collector" else await _render_runs(services, caller.workspace, render)

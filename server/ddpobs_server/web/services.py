@@ -12,6 +12,7 @@ from prometheus_client import Gauge
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
 from ddpobs_server.web.fair_slots import FairSlots
+from ddpobs_server.web.problems import Problem
 
 if TYPE_CHECKING:  # Only their types: a route asks for the parts that it knows.
     from ddpobs_server.figures.pictures import Pictures
@@ -64,6 +65,17 @@ class Services:
     webhook: WebhookJob
     reloaded: Gauge
     fleet: FleetTotals
+
+    def refuse_reads_if_ingest_only(self) -> None:
+        """Refuse to read runs.
+
+        Raises:
+            Problem: 421 if this collector only takes batches.
+        """
+        if self.settings.ingest_only:
+            other = self.settings.public_url or "another collector on its database"
+            detail = f"this collector only takes batches (DDPOBS_SERVER_INGEST_ONLY): read from {other}"
+            raise Problem(421, "Misdirected request", detail)
 
 
 def keep_services(app: FastAPI, services: Services) -> None:
