@@ -22,8 +22,8 @@ At the end:
 - The limit of `loud`'s runs holds. The memory of batches under way, the largest answer and the peak of the process's
   memory stay within their bounds. Its memory is flat.
 - The latency of `quiet` outside of outages is within its bound. Its median beside the load is at most 10 % above that
-  alone, both by turns of the same round. A second turn alone shows the noise, and one in which the load works on
-  another collector of this machine shows what its clients cost.
+  while the load works on another collector of this machine, both by turns of the same round: the load's clients share
+  the processors. A turn alone shows what they cost, and a second one the noise.
 - No bomb is stored, and no response is an internal error.
 
 Exits with 1 if a condition fails.
@@ -101,10 +101,17 @@ class Clients:
                 self.record.acknowledged += 1
 
     def watch(self, client: httpx.Client, _number: int) -> None:
-        """Record memory, and beside the load also scrape and read both workspaces."""
+        """Record the memory, and that of batches under way."""
         record = self.record
         record.memory.append(self._collector.memory_bytes())
         record.peak_bytes = max(record.peak_bytes, self._collector.memory_bytes("VmHWM"))
+        own = client.get(f"{self._collector.url}/metrics?only=collector", headers=self._quiet.headers)
+        if match := re.search(r"\nddpobs_server_under_way_bytes (\S+)", own.text):
+            record.under_way_bytes = max(record.under_way_bytes, float(match[1]))
+        time.sleep(1)
+
+    def read(self, client: httpx.Client, _number: int) -> None:
+        """Scrape and read both workspaces beside the load."""
         for tenant in (self._quiet, self._loud) if self.has_load else ():
             run = tenant.run if tenant is self._quiet else soak_load.HOSTILE
             for path in (
@@ -112,9 +119,7 @@ class Clients:
                 *("/api/v1/runs" + rest for rest in ("", f"/{run}/diagnostics", f"/{run}/unused")),
             ):
                 answer = client.get(self._collector.reading.url + path, headers=tenant.headers)
-                record.answer_bytes = max(record.answer_bytes, len(answer.content))
-                if match := re.search(rb"\nddpobs_server_under_way_bytes (\S+)", answer.content):
-                    record.under_way_bytes = max(record.under_way_bytes, float(match[1]))
+                self.record.answer_bytes = max(self.record.answer_bytes, len(answer.content))
         time.sleep(1)
 
 
@@ -229,8 +234,8 @@ def run(folder: Path, url: str, server: Any, seconds: float, *, runs: int, seed:
         with ExitStack() as stack:
             place, answers, strange = stack.enter_context(soak_load.running(makers))
             stack.enter_context(sending(Tenant(addresses[0], secrets[0], names[0]), clients))
-            client = stack.enter_context(httpx.Client(timeout=40))
-            stack.enter_context(Background(partial(clients.watch, client)))
+            for work in (clients.watch, clients.read):
+                stack.enter_context(Background(partial(work, stack.enter_context(httpx.Client(timeout=40)))))
             while time.monotonic() < deadline:
                 _round(clients, place, turn_s)
                 faults.draw(min(5.0, turn_s))

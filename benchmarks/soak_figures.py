@@ -23,8 +23,10 @@ P99_S, FLAT_RATIO = 2.0, 1.5
 UNDER_WAY_MB, ANSWER_BYTES, MAX_RUNS = 256, 80_000_000, 5
 """Bounds on batches under way, on an answer (64 MB of runs, and the collector's own metrics), and on loud's runs."""
 NEIGHBOUR = 1.10
-"""Bound on the latency of `quiet` beside the load, as a multiple of that alone."""
+"""Bound on the latency of `quiet` beside the load, as a multiple of that while the load works on another collector."""
 ALONE, AGAIN, BESIDE, ELSEWHERE = "alone", "alone once more", "beside", "elsewhere"
+OF_COLLECTOR = "beside over elsewhere"
+"""The collector's own part: the load's clients share the processors with it in both turns."""
 TURNS = (ALONE, BESIDE, AGAIN, ELSEWHERE)
 _SETTLE_S = 2.0
 FINISHED, FINISHED_BATCHES = "finished", 20
@@ -86,7 +88,7 @@ def neighbour(record: Record, calm: Sequence[tuple[float, float]]) -> dict[str, 
     if not medians[ALONE]:
         return {}
     found = {kind: ratio([medians[kind]], [medians[ALONE]]) for kind in TURNS[1:]}
-    return found | {"beside over elsewhere": ratio([medians[BESIDE]], [medians[ELSEWHERE]])}
+    return found | {OF_COLLECTOR: ratio([medians[BESIDE]], [medians[ELSEWHERE]])}
 
 
 def figures(record: Record, outcome: Outcome, url: str, strange: Counter[str]) -> dict[str, Any]:
@@ -138,7 +140,8 @@ def broken_conditions(result: dict[str, Any], *, timed: bool) -> list[str]:
         f"an answer has {result['largest_answer_mb']:.0f} MB": result["largest_answer_mb"] * 1e6 > ANSWER_BYTES,
         f"the workspace has {result['loud_runs']} runs": result["loud_runs"] > MAX_RUNS,
         f"responses that no client should get: {result['strange']}": result["strange"],
-        f"the neighbour's median: {result['neighbour']}": timed and result["neighbour"][BESIDE]["middle"] > NEIGHBOUR,
+        f"the neighbour's median: {result['neighbour']}": timed
+        and result["neighbour"][OF_COLLECTOR]["middle"] > NEIGHBOUR,
         f"the 99th percentile of the latency is {result['p99_ms']:.0f} ms": timed and result["p99_ms"] > P99_S * 1e3,
     }
     return [text for text, is_broken in checks.items() if is_broken]

@@ -29,9 +29,7 @@ def pair(fresh: databases.Fresh, tmp_path_factory: pytest.TempPathFactory) -> It
     folder = tmp_path_factory.mktemp("pair")
     database = fresh(folder)
     with ExitStack() as stack:
-        batches = stack.enter_context(
-            collector(folder, database_url=database, ingest_only=True, public_url=PEOPLE)
-        )
+        batches = stack.enter_context(collector(folder, database_url=database, ingest_only=True, public_url=PEOPLE))
         yield batches.url, stack.enter_context(collector(folder, database_url=database)).url
 
 
@@ -43,7 +41,7 @@ def test_what_one_collector_stores_the_other_reads(pair: tuple[str, str]) -> Non
             assert put(batches, sent).status_code == 201
     assert [rank["steps"] for rank in get(reads, "/runs/stored/ranks")["ranks"]] == [40, 40]
     assert get(reads, "/runs/stored/diagnostics")["steps_seen"] == 40
-    assert 'ddpobs_steps_total{run="stored"' in httpx.get(f"{reads}/metrics?only=runs").text
+    assert 'ddpobs_steps_total{rank="0",run="stored"' in httpx.get(f"{reads}/metrics?only=runs").text
 
 
 @pytest.mark.parametrize(("method", "where"), [call for call in CALLS["read"] if call[1] != "/metrics"])
