@@ -38,8 +38,9 @@ _SCALINGS = 3
 def links_of_steps(ready_ns: Floats, done_ns: Floats, moving_ns: Floats, sizes: Floats) -> tuple[Link, Link]:
     """Return the links with the least and with the most latency that explain the steps.
 
-    They are the same, and not separated, if the buckets have about one size. All time then counts as bytes, or as
-    latency if the buckets are below `SMALL_BYTES`. The links explain early ends, and move data as long as the median
+    They are the same, and not separated, if the buckets have about one size, but for one that is larger: the last one,
+    which moves beside no computation, may be faster by that alone. All time then counts as bytes, or as latency if the
+    buckets are below `SMALL_BYTES`. The links explain early ends, and move data as long as the median
     step.
 
     Args:
@@ -62,7 +63,7 @@ def links_of_steps(ready_ns: Floats, done_ns: Floats, moving_ns: Floats, sizes: 
 def _explaining(step: _Step) -> tuple[Link, Link]:
     sizes = step.sizes
     is_small = float(sizes.max()) < SMALL_BYTES
-    is_separated = not is_small and float(sizes.max()) >= SEPARABLE * float(sizes.min())
+    is_separated = not is_small and _differ(sizes)
     shares = _SHARES if is_separated else (float(is_small),)
     tries = [step.tried(share, 1) for share in shares]
     for in_flight in range(2, 1 + _MAX_IN_FLIGHT):
@@ -79,6 +80,12 @@ def _explaining(step: _Step) -> tuple[Link, Link]:
         tries = sorted([*tries, *(step.tried(share, tries[0].link.in_flight) for share in middles)], key=_share)
     good = [each.link for each in tries if each.error <= _AS_GOOD * _least(tries).error]
     return good[0], good[-1]
+
+
+def _differ(sizes: Floats) -> bool:
+    """Return whether sizes allow to separate latency from bandwidth. The largest of several does not by itself."""
+    ordered = np.sort(sizes)[: max(2, len(sizes) - 1)]
+    return bool(ordered[-1] >= SEPARABLE * ordered[0])
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,20 @@ def test_one_size_does_not_separate_latency_from_bandwidth() -> None:
     assert small.alpha_ns == pytest.approx(2.08 * MS, rel=0.01)
 
 
+def test_one_larger_bucket_alone_does_not_separate_latency_from_bandwidth() -> None:
+    """BERT-base with buckets of 25 MB, two ranks, gloo on links of 1 Gbit/s: medians of 32 steps on a busy machine.
+
+    The embedding moves after backward, beside no computation. With 336 ms of latency the replay fits best.
+    """
+    sizes = 1e6 * np.array([28.4] * 12 + [97.7])
+    ready_ns = MS * np.array([0, 199, 394, 604, 815, 978, 1076, 1256, 1327, 1421, 1563, 1771, 2054.0])
+    done_ns = MS * np.array([394, 695, 951, 1235, 1581, 1756, 1961, 2154, 2258, 2369, 2661, 2920, 3763.0])
+    moved_ns = MS * np.array([478, 293, 342, 244, 298, 239, 288, 195, 288, 205, 273, 209, 753.0])
+    least, most = links(ready_ns, done_ns, moved_ns, sizes)
+    assert least == most
+    assert (least.alpha_ns, least.is_separated) == (0, False)
+
+
 def test_of_many_buckets_the_first_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 64
     monkeypatch.setattr(link_of_step, "_MAX_BUCKETS", most)
