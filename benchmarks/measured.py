@@ -274,23 +274,28 @@ def _diagnosis(part: int) -> str:
 
 
 def _soak() -> str:
-    found = newest("soak")
-    rows = [
-        ["acknowledged spans", f"{found['acknowledged_spans']:,}"],
-        ["lost, stored twice", f"{found['lost_spans']}, {found['doubled_spans']}"],
-        ["faults", f"{sum(found['faults'].values())}"],
-        ["peak of the memory, MB", f"{found['peak_mb']:.0f}"],
-        ["most memory in each half, MB", f"{found['first_half_mb']:.0f}, {found['second_half_mb']:.0f}"],
-        ["internal errors", f"{sum(found['strange'].values())}"],
-    ]
+    columns = [_soak_column(newest(name)) for name in ("soak", "apart")]
+    rows = [[row, *(column[row] for column in columns)] for row in columns[0]]
+    return rows_of(["", "one collector, an hour", "batches apart, 12 minutes"], rows)
+
+
+def _soak_column(found: dict[str, Any]) -> dict[str, str]:
     more = "% more latency of a neighbour"
     kinds = {
         "beside": "beside that load, than alone",
         "beside over elsewhere": "beside it, than beside it on another collector",
         "alone once more": "alone once more (the noise)",
     }
-    rows += [[f"{more}: {kinds[kind]}", change(Ratio(**found["neighbour"][kind]))] for kind in kinds]
-    return rows_of(["", ""], rows)
+    return {
+        "acknowledged spans": f"{found['acknowledged_spans']:,}",
+        "lost, stored twice": f"{found['lost_spans']}, {found['doubled_spans']}",
+        "faults": f"{sum(found['faults'].values())}",
+        "peak of the memory, MB": f"{found['peak_mb']:.0f}",
+        "most memory in each half, MB": f"{found['first_half_mb']:.0f}, {found['second_half_mb']:.0f}",
+        "internal errors": f"{sum(found['strange'].values())}",
+        "median latency of a batch, 99th percentile, ms": f"{found['p50_ms']:.0f}, {found['p99_ms']:.0f}",
+        **{f"{more}: {text}": change(Ratio(**found["neighbour"][kind])) for kind, text in kinds.items()},
+    }
 
 
 def _many_runs() -> str:
