@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
@@ -30,17 +31,18 @@ _POLL_S = 0.02
 
 
 class ForkedRank:
-    """A process that the server has forked."""
+    """A process that the server has forked, and its number there."""
 
-    def __init__(self, server: ForkServer, pid: int) -> None:
+    def __init__(self, server: ForkServer, number: int, pid: int) -> None:
         self._server = server
+        self._number = number
         self.pid = pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
         """Its exit status, or minus the signal that ended it; None while it runs."""
         if self.returncode is None:
-            self.returncode = self._server.status(self.pid)
+            self.returncode = self._server.status(self._number)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -113,8 +115,8 @@ class ForkServer:
             self._pipe("stdin").write(json.dumps(request).encode() + b"\n")
             while True:
                 for answer in self._answers(wait=True):
-                    if "started" in answer:
-                        return ForkedRank(self, answer["started"])
+                    if "pid" in answer:
+                        return ForkedRank(self, answer["number"], answer["pid"])
 
     def close(self) -> None:
         """End the server, and with it every rank that still runs."""
@@ -122,12 +124,12 @@ class ForkServer:
         self._pipe("stdout").close()
         self._process.wait()
 
-    def status(self, pid: int) -> int | None:
+    def status(self, number: int) -> int | None:
         """The exit status of a process that has ended, as `Popen.returncode` has it."""
         with self._lock:
-            if pid not in self._ended:
+            if number not in self._ended:
                 self._answers(wait=False)
-            return self._ended.get(pid)
+            return self._ended.get(number)
 
     def _answers(self, wait: bool) -> list[dict[str, int]]:
         output = self._pipe("stdout")
@@ -137,7 +139,7 @@ class ForkServer:
             raise RuntimeError(f"the fork server ended with status {self._process.wait()}")
         *lines, self._unread = (self._unread + (data or b"")).split(b"\n")
         answers = [json.loads(line) for line in lines]
-        self._ended.update((answer["ended"], answer["status"]) for answer in answers if "ended" in answer)
+        self._ended.update((answer["number"], answer["status"]) for answer in answers if "status" in answer)
         return answers
 
     def _pipe(self, name: str) -> IO[bytes]:
@@ -146,9 +148,12 @@ class ForkServer:
 
 
 def serve() -> dict[str, Any]:
-    """Fork a process for each line of the input. Returns the request, in the forked process only."""
-    running: set[int] = set()
-    unread = b""
+    """Fork a process for each line of the input. Returns the request, in the forked process only.
+
+    Processes are numbered: within a session the system gives the pid of one that has ended to another.
+    """
+    running: dict[int, int] = {}
+    numbers, unread = count(), b""
     with selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ)
         while True:
@@ -156,21 +161,21 @@ def serve() -> dict[str, Any]:
                 data = os.read(0, 1 << 20)
                 if not data:
                     for pid in running:
-                        with suppress(ProcessLookupError):
+                        with suppress(ProcessLookupError):  # Its session begins a moment after its fork.
                             os.killpg(pid, signal.SIGKILL)
+                        os.kill(pid, signal.SIGKILL)
                     os._exit(0)
                 *lines, unread = (unread + data).split(b"\n")
                 for line in lines:
                     pid = os.fork()
                     if not pid:
                         return dict(json.loads(line))
-                    running.add(pid)
-                    _answer(started=pid)
+                    running[pid] = next(numbers)
+                    _answer(number=running[pid], pid=pid)
             for pid in list(running):
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
-                    running.discard(pid)
-                    _answer(ended=pid, status=os.waitstatus_to_exitcode(status))
+                    _answer(number=running.pop(pid), status=os.waitstatus_to_exitcode(status))
 
 
 def _answer(**fields: int) -> None:
