@@ -49,11 +49,14 @@ def _nothing_remains(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 def _end_servers() -> None:
-    """End the processes that serve a whole session: those that fork ranks, and multiprocessing's tracker."""
+    """End what serves a whole session: processes that fork ranks, a file to copy, and multiprocessing's tracker."""
     for server in (launch.fork_server, collector.fork_server):
         if server.cache_info().currsize:
             server().close()
             server.cache_clear()
+    if databases.template.cache_info().currsize:
+        databases.template().cleanup()
+        databases.template.cache_clear()
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
     resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 

@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from benchmarks.faults.fork_server import ForkedRank, ForkServer
-from benchmarks.rig import patience
+from benchmarks.rig import databases, patience
 
 ROOT = Path(__file__).resolve().parents[2]
 _LISTENING = re.compile(r"ddpobs-server: (https?://[^ ,]+)")
@@ -47,11 +47,11 @@ class Collector:
 def collector(
     folder: Path, command: list[str] | None = None, ca: Path | None = None, **settings: object
 ) -> Iterator[Collector]:
-    """Start `ddpobs-server`, and end it with the block if it still runs.
+    """Start `ddpobs-server` with a database of this version's schema, and end it with the block if it still runs.
 
     Args:
         folder: Folder of database and log; a second collector in it continues with the same database.
-        command: Command to start instead of this environment's `ddpobs-server`.
+        command: Command to start instead of this environment's `ddpobs-server`; it makes the database itself.
         ca: Authority that signed its certificate, if it has one.
         settings: Fields of `ddpobs_server.settings.Settings`.
     """
@@ -61,6 +61,8 @@ def collector(
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
     environ |= {f"DDPOBS_SERVER_{name.upper()}": str(value) for name, value in values.items()}
     if command is None:
+        if not (database := folder / "runs.db").exists() and "database_url" not in settings:
+            databases.copy_template(database)
         program = str(Path(sys.executable).with_name("ddpobs-server"))
         process: subprocess.Popen[bytes] | ForkedRank = fork_server().start([program], environ, folder, log)
     else:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,29 @@ Fresh = Callable[[Path], str]
 def sqlite(folder: Path) -> str:
     """Return the address of a new SQLite file in a folder."""
     return f"sqlite:///{folder}/runs-{next(_numbers)}.db"
+
+
+@cache
+def template() -> tempfile.TemporaryDirectory[str]:
+    """Return the folder of a SQLite file with this version's schema, `runs.db`, made with the first call."""
+    from ddpobs_server.store import Store
+
+    folder = tempfile.TemporaryDirectory(prefix=folder_prefix())
+    store = Store(f"sqlite:///{folder.name}/runs.db")
+    store.migrate()
+    store.close()
+    return folder
+
+
+def migrated_sqlite(folder: Path) -> str:
+    """Return the address of a SQLite file with this version's schema, which a copy has at once."""
+    copy_template(path := folder / f"runs-{next(_numbers)}.db")
+    return f"sqlite:///{path}"
+
+
+def copy_template(path: Path) -> None:
+    """Copy the file with this version's schema."""
+    shutil.copyfile(Path(template().name, "runs.db"), path)
 
 
 def folder_prefix() -> str:

@@ -9,6 +9,7 @@ import pytest
 from ddpobs_server.reports import liveness, run_state
 from ddpobs_server.store import Store
 from ddpobs_server.web import authenticator
+from sqlalchemy import make_url
 
 from benchmarks.rig import databases
 from benchmarks.rig.collector import Collector, collector
@@ -18,10 +19,26 @@ from tests.support.server.statement_counts import assert_spreads, recorded
 
 
 @pytest.fixture(scope="session")
-def postgresql() -> Iterator[databases.Fresh]:
-    """A PostgreSQL server of the tests; each call creates a database."""
-    with databases.postgresql() as fresh:
-        yield fresh
+def server_of_postgresql() -> Iterator[Any]:
+    """A PostgreSQL server of the tests."""
+    with databases.postgresql_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgresql(server_of_postgresql: Any) -> databases.Fresh:
+    """Creates empty databases of PostgreSQL."""
+    return lambda _: databases.new_database(server_of_postgresql)
+
+
+@pytest.fixture(scope="session")
+def migrated_postgresql(server_of_postgresql: Any, postgresql: databases.Fresh, tmp_path_factory: Any) -> Any:
+    """Creates copies of a database of PostgreSQL with this version's schema."""
+    url = postgresql(tmp_path_factory.getbasetemp())
+    store = Store(url)
+    store.migrate()
+    store.close()
+    return lambda _: databases.new_database(server_of_postgresql, f"TEMPLATE {make_url(url).database}")
 
 
 @pytest.fixture(scope="session", params=["sqlite", "postgresql"])
@@ -34,14 +51,25 @@ def fresh(request: pytest.FixtureRequest) -> databases.Fresh:
 
 
 @pytest.fixture(scope="session")
+def migrated(fresh: databases.Fresh, request: pytest.FixtureRequest) -> databases.Fresh:
+    """Creates databases with this version's schema, as `fresh` creates empty ones."""
+    if fresh is databases.sqlite:
+        return databases.migrated_sqlite
+    create: databases.Fresh = request.getfixturevalue("migrated_postgresql")
+    return create
+
+
+@pytest.fixture(scope="session")
 def on_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
-    with _collector_on(databases.sqlite, tmp_path_factory) as running:
+    with _collector_on(databases.migrated_sqlite, tmp_path_factory) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def on_postgresql(postgresql: databases.Fresh, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
-    with _collector_on(postgresql, tmp_path_factory) as running:
+def on_postgresql(
+    migrated_postgresql: databases.Fresh, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Collector]:
+    with _collector_on(migrated_postgresql, tmp_path_factory) as running:
         yield running
 
 
@@ -53,10 +81,9 @@ def shared(fresh: databases.Fresh, request: pytest.FixtureRequest) -> Collector:
 
 
 @pytest.fixture
-def store(fresh: databases.Fresh, tmp_path: Path) -> Iterator[Store]:
+def store(migrated: databases.Fresh, tmp_path: Path) -> Iterator[Store]:
     """An empty store on each database; checks that each of its statements reads by run."""
-    store = Store(fresh(tmp_path))
-    store.migrate()
+    store = Store(migrated(tmp_path))
     with recorded(store._engine) as statements:
         yield store
     store.close()
@@ -79,9 +106,9 @@ def run(request: pytest.FixtureRequest) -> str:
     return "".join(c if c.isalnum() else "-" for c in request.node.name)[:128]
 
 
-def _collector_on(fresh: databases.Fresh, folders: pytest.TempPathFactory) -> AbstractContextManager[Collector]:
+def _collector_on(create: databases.Fresh, folders: pytest.TempPathFactory) -> AbstractContextManager[Collector]:
     folder = folders.mktemp("collector")
-    return collector(folder, database_url=fresh(folder), lost_after_s=3600, stalled_after_s=3600)
+    return collector(folder, database_url=create(folder), lost_after_s=3600, stalled_after_s=3600)
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ def test_an_aborted_upload_counts_as_busy_and_an_unstorable_batch_as_refused(
     def too_large(*_: object) -> None:
         raise OverflowError("too large")
 
-    app = create_app(Settings(database_url=databases.sqlite(tmp_path)))
+    app = create_app(Settings(database_url=databases.migrated_sqlite(tmp_path)))
     with served(app) as (host, port):
         url = f"http://{host}:{port}"
         with socket.create_connection((host, port), 60) as client:
@@ -131,7 +131,7 @@ def test_without_its_database_a_collector_still_reports_its_own_metrics(tmp_path
 
 
 def test_a_collector_without_its_writer_is_not_ready(tmp_path: Path) -> None:
-    app = create_app(Settings(database_url=databases.sqlite(tmp_path)))
+    app = create_app(Settings(database_url=databases.migrated_sqlite(tmp_path)))
     with served(app) as address:
         url = f"http://{address[0]}:{address[1]}/readyz"
         assert httpx.get(url).status_code == 200

@@ -236,8 +236,7 @@ def test_a_runs_oldest_columns_are_removed_and_no_more_than_necessary(
 
 
 def test_a_run_with_recent_batches_loses_only_columns(tmp_path: Path) -> None:
-    store = Store(databases.sqlite(tmp_path))
-    store.migrate()
+    store = Store(databases.migrated_sqlite(tmp_path))
     arrive(store, "silent", day=1)
     arrive(store, "running", day=time.time_ns() / DAY_NS)
     run_retention(store, day=time.time_ns() / DAY_NS, keep_gb=1e-9)
@@ -247,8 +246,7 @@ def test_a_run_with_recent_batches_loses_only_columns(tmp_path: Path) -> None:
 
 
 def test_silent_runs_are_removed_before_a_live_runs_columns_if_rows_take_the_room(tmp_path: Path) -> None:
-    store = Store(databases.sqlite(tmp_path))
-    store.migrate()
+    store = Store(databases.migrated_sqlite(tmp_path))
     now = time.time_ns()
     parameters = [wire.Parameter(name=f"layers.{index}.weight", size=1) for index in range(400)]
     buckets = [wire.Bucket(size_bytes=4, dtype="float32", parameters=parameters)]

@@ -25,8 +25,7 @@ YEAR_NS = 365 * DAY_NS
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store(databases.sqlite(tmp_path))
-    store.migrate()
+    store = Store(databases.migrated_sqlite(tmp_path))
     yield store
     store.close()
 

@@ -200,7 +200,7 @@ def test_batches_are_stored_while_the_receiver_does_not_answer(
 ) -> None:
     monkeypatch.setattr(webhook_job, "PERIOD_S", 0.1)
     receiver.may_reply.clear()
-    settings = Settings(database_url=databases.sqlite(tmp_path), webhook_url=receiver.url, webhook_after_s=0)
+    settings = Settings(database_url=databases.migrated_sqlite(tmp_path), webhook_url=receiver.url, webhook_after_s=0)
     with TestClient(create_app(settings)) as http:
         fill(http, "slow", 3)
         patience.until(lambda: receiver.requests)

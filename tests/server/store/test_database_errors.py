@@ -72,8 +72,7 @@ def test_a_locked_sqlite_file_is_an_unavailable_error(tmp_path: Path) -> None:
 @contextmanager
 def with_free_pages(tmp_path: Path) -> Iterator[tuple[Engine, Any]]:
     """Engine of a file with free pages, and the driver's connection that the store uses next."""
-    store = Store(databases.sqlite(tmp_path))
-    store.migrate()
+    store = Store(databases.migrated_sqlite(tmp_path))
     with store._engine.begin() as connection:
         connection.exec_driver_sql("CREATE TABLE large (bytes BLOB)")
         connection.exec_driver_sql("INSERT INTO large VALUES (zeroblob(1000000))")

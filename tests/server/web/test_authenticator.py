@@ -130,7 +130,7 @@ def test_a_new_token_does_not_count_as_a_wrong_one(statuses: Callable[..., set[i
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_revoking_the_last_token_does_not_allow_anonymous_access(tmp_path: Path, host: str) -> None:
-    settings = Settings(database_url=databases.sqlite(tmp_path), host=host)
+    settings = Settings(database_url=databases.migrated_sqlite(tmp_path), host=host)
     token = create_token(settings.database_url, "last", "default", "read")
     store = Store(settings.database_url)
     authenticator = Authenticator(settings, store)

@@ -144,7 +144,7 @@ def zeros_collector(folder: Path) -> Iterator[tuple[str, int]]:
     def zeros(count: int) -> Response:
         return Response(bytes(count))
 
-    app = create_app(Settings(database_url=databases.sqlite(folder)))
+    app = create_app(Settings(database_url=databases.migrated_sqlite(folder)))
     app.include_router(router)
     with served(app) as address:
         yield address

@@ -66,8 +66,7 @@ def send(config: TelemetryConfig, sender: Sender | None = None, seq: int = 0) ->
 def test_a_file_rotates_the_collectors_token_with_an_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "tokens"
     file.write_text("old\n")
-    store = Store(databases.sqlite(tmp_path))
-    store.migrate()
+    store = Store(databases.migrated_sqlite(tmp_path))
     authenticator = Authenticator(Settings(token_file=file), store)
     assert allowed(authenticator, "old")
     assert not allowed(authenticator, "new")
@@ -170,8 +169,7 @@ def test_a_malformed_time_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_ranks_that_share_an_old_token_lock_no_other_rank_out(tmp_path: Path) -> None:
-    store = Store(databases.sqlite(tmp_path))
-    store.migrate()
+    store = Store(databases.migrated_sqlite(tmp_path))
     authenticator = Authenticator(Settings(token="right"), store)
     authenticator.refresh()
     for _ in range(5 * MAX_FAILURES):

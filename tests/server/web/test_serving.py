@@ -11,6 +11,7 @@ from alembic import command
 from ddpobs_server.store.database import migration
 from sqlalchemy import create_engine
 
+from benchmarks.rig import databases
 from benchmarks.rig.collector import Collector, collector
 
 
@@ -38,7 +39,7 @@ def test_the_address_of_an_ipv6_host_is_a_url(tmp_path: Path) -> None:
 
 
 def test_debug_prints_the_migrations(tmp_path: Path) -> None:
-    with collector(tmp_path, log_level="debug") as running:
+    with collector(tmp_path, log_level="debug", database_url=databases.sqlite(tmp_path)) as running:
         assert any("Running upgrade" in line["event"] for line in lines_of(running))
 
 
