@@ -45,8 +45,25 @@ def trained(rank: int, _size: int, stage: int, passes: int = 1, direct: bool = F
     }
 
 
-def divided(rank: int, size: int, passes: int = 1, direct: bool = False) -> dict[str, Any]:
-    return trained(rank, size, 3, passes, direct, **DIVIDED)
+TRAININGS: dict[str, dict[str, Any]] = {
+    **{f"stage {stage}": {"stage": stage} for stage in (0, 1, 2)},
+    "stage 3, engine.backward": {"stage": 3, **DIVIDED},
+    "stage 3, loss.backward": {"stage": 3, "direct": True, **DIVIDED},
+    **{f"stage {stage}, two passes": {"stage": stage, "passes": 2} for stage in (1, 2, 3)},
+}
+FAILURES = ((0, "step"), (2, "step"), (3, "forward"), (3, "backward"))
+"""A stage, and what fails there."""
+
+
+def all_trained(rank: int, size: int) -> dict[str, dict[str, Any]]:
+    return {name: trained(rank, size, **case) for name, case in TRAININGS.items()}
+
+
+@pytest.fixture(scope="module")
+def trainings() -> dict[str, list[dict[str, Any]]]:
+    """Each training's records by rank, of one launch: a rank imports DeepSpeed longer than it trains."""
+    ranks = run_ranks(all_trained, 2)
+    return {name: [rank[name] for rank in ranks] for name in TRAININGS}
 
 
 def check_steps(rank: dict[str, Any], passes: int = 1) -> None:
@@ -67,8 +84,8 @@ def check_steps(rank: dict[str, Any], passes: int = 1) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_an_engine_has_steps_phases_and_the_collectives_of_its_stage(stage: int) -> None:
-    for rank in run_ranks(trained, 2, stage):
+def test_an_engine_has_steps_phases_and_the_collectives_of_its_stage(trainings: dict[str, Any], stage: int) -> None:
+    for rank in trainings[f"stage {stage}"]:
         check_steps(rank)
         (layout,) = rank["layouts"]
         gradients, *in_optimizer = layout.buckets
@@ -81,9 +98,9 @@ def test_an_engine_has_steps_phases_and_the_collectives_of_its_stage(stage: int)
         assert Counter(rank["spans"]["bucket"]) == dict.fromkeys(range(len(layout.buckets)), STEPS)
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["engine.backward", "loss.backward"])
-def test_stage_3_gathers_units_that_are_named_by_their_modules(direct: bool) -> None:
-    for rank in run_ranks(divided, 2, 1, direct):
+@pytest.mark.parametrize("call", ["engine.backward", "loss.backward"])
+def test_stage_3_gathers_units_that_are_named_by_their_modules(trainings: dict[str, Any], call: str) -> None:
+    for rank in trainings[f"stage 3, {call}"]:
         check_steps(rank)
         first = rank["layouts"][0].buckets
         for kind in ("all_gather", "all_gather_again"):
@@ -100,10 +117,10 @@ def test_stage_3_gathers_units_that_are_named_by_their_modules(direct: bool) -> 
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_micro_batches_are_one_step_and_use_the_same_rows(stage: int) -> None:
+def test_micro_batches_are_one_step_and_use_the_same_rows(trainings: dict[str, Any], stage: int) -> None:
     reductions = {1: 1, 2: 2, 3: 2}[stage]
     kind = "reduce_scatter" if stage == 3 else "all_reduce"
-    for rank in run_ranks(trained, 2, stage, 2):
+    for rank in trainings[f"stage {stage}, two passes"]:
         check_steps(rank, passes=2)
         buckets = rank["layouts"][-1].buckets
         (row,) = [row for row, bucket in enumerate(buckets) if bucket.kind == kind and bucket.parameters]
@@ -163,12 +180,16 @@ def _fail(*_: Any, **__: Any) -> None:
     raise ValueError("it fails")
 
 
-@pytest.mark.parametrize(("stage", "where"), [(0, "step"), (2, "step"), (3, "forward"), (3, "backward")])
-def test_what_fails_leaves_no_spans_to_the_next_step(stage: int, where: str) -> None:
-    for failed_ns, spans in run_ranks(failed, 2, stage, where):
-        launched = [ns for ns, step in zip(spans["launched_ns"], spans["step"], strict=True) if step == 1]
-        assert launched
-        assert min(launched) > failed_ns
+def all_failed(rank: int, size: int) -> list[tuple[int, dict[str, list[int]]]]:
+    return [failed(rank, size, *failure) for failure in FAILURES]
+
+
+def test_what_fails_leaves_no_spans_to_the_next_step() -> None:
+    for failures in run_ranks(all_failed, 2):
+        for failure, (failed_ns, spans) in zip(FAILURES, failures, strict=True):
+            launched = [ns for ns, step in zip(spans["launched_ns"], spans["step"], strict=True) if step == 1]
+            assert launched, failure
+            assert min(launched) > failed_ns, failure
 
 
 def test_an_engine_of_a_pipeline_is_refused() -> None:

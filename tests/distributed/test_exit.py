@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import threading
 import weakref
@@ -18,15 +16,14 @@ import zstandard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import ddpobs
+from benchmarks.faults.launch import ranks_of
 from benchmarks.rig import patience
-from benchmarks.rig.training import ROOT
 from ddpobs import DistributedDataParallel, telemetry, wire
 from ddpobs.torch_seam import collectives, interpreter_exit
 from ddpobs.torch_seam.patching import unwrap
 from tests.support.distributed.compare import batch, net
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
-from tests.support.ports import free_port
 
 
 def attached(module: torch.nn.Module) -> Any:
@@ -167,7 +164,7 @@ time.sleep(3 * int(os.environ["RANK"]))
 
 
 @pytest.mark.parametrize("hang_after_s", [8.0, 2.0])
-def test_a_rank_that_outlives_the_store_prints_nothing_of_torchs(hang_after_s: float, tmp_path: Any) -> None:
+def test_a_rank_that_outlives_the_store_prints_nothing_of_torchs(hang_after_s: float, tmp_path: Path) -> None:
     """Torch prints a page for each call on a lost connection. A rank that stands still also opens another one."""
     assert train_apart(LAST_ONE, tmp_path, HANG_AFTER_S=str(hang_after_s)) == ["", ""]
 
@@ -192,16 +189,10 @@ def test_both_ranks_report_errors_under_one_run_when_the_rank_with_the_store_fai
     assert len({(batch.run, batch.attempt) for batch in batches}) == 1
 
 
-def train_apart(code: str, spool: Any, status: int = 0, **environ: str) -> list[str]:
-    """Run two ranks without a launcher, so that rank 0 has the store; return what each prints on stderr."""
-    environ = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"} | environ
-    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SPOOL": str(spool)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], env=environ | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=patience.HANG_S)[1] for process in ranks]
-    assert [process.returncode for process in ranks] == [status, status], outputs
+def train_apart(code: str, folder: Path, status: int = 0, **environ: str) -> list[str]:
+    """Run two ranks without a launcher, so that rank 0 has the store; return what each prints."""
+    (script := folder / "script.py").write_text(code)
+    with ranks_of(script, ranks=2, folder=folder, environ={"SPOOL": str(folder), **environ}) as ranks:
+        assert [process.wait(patience.HANG_S) for process in ranks.processes] == [status, status], ranks.logs()
+    outputs = [(folder / f"rank-{rank}.log").read_text() for rank in range(2)]
     return ["\n".join(line for line in output.splitlines() if not line.startswith("ddpobs:")) for output in outputs]

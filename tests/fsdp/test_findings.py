@@ -1,4 +1,4 @@
-"""Fully sharded trainings under `ddpobs run`: a rank with a real fault is named with its unit."""
+"""Fully sharded trainings, attached in code or under `ddpobs run`: a rank with a real fault is named with its unit."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from benchmarks.faults.launch import ranks_of
 from benchmarks.rig import patience
 from benchmarks.rig.collector import collector
+from benchmarks.rig.training import PATIENT
 from tests.support.integration.sharded import SCRIPT, findings, train
 
 
@@ -28,10 +29,16 @@ def hang_of(url: str, run: str) -> dict[str, Any] | None:
         return None
 
 
+def attached(url: str, run: str, fault: str, folder: Path) -> None:
+    """Train to the end on ranks that attach in code, without a launcher that imports torch for each of them."""
+    environ = {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": run, "ATTACH": "1"} | PATIENT
+    with ranks_of(SCRIPT, fault, ranks=2, folder=folder, environ=environ) as ranks:
+        assert [process.wait(patience.HANG_S) for process in ranks.processes] == [0, 0], ranks.logs()
+
+
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_slow_rank_is_named_with_its_unit(url: str, phase: str) -> None:
-    done = train(url, f"slow-{phase}", f"slow-{phase}")
-    assert done.returncode == 0, done.stderr
+def test_a_slow_rank_is_named_with_its_unit(url: str, phase: str, tmp_path: Path) -> None:
+    attached(url, f"slow-{phase}", f"slow-{phase}", tmp_path)
     slow = findings(url, f"slow-{phase}")["straggler"]
     assert (slow["ranks"], slow["phase"]) == ([1], phase)
     assert "unit blocks.1" in slow["where"]
@@ -56,9 +63,8 @@ def test_a_crash_is_named_with_the_collective_launched_last(url: str) -> None:
     assert "all-gather in backward of unit blocks.0" in crash["where"]
 
 
-def test_gradients_of_a_parameter_outside_of_every_unit_are_not_reduced(url: str) -> None:
-    done = train(url, "ignored", "ignored")
-    assert done.returncode == 0, done.stderr
+def test_gradients_of_a_parameter_outside_of_every_unit_are_not_reduced(url: str, tmp_path: Path) -> None:
+    attached(url, "ignored", "ignored", tmp_path)
     finding = findings(url, "ignored")["not-reduced"]
     assert (finding["ranks"], finding["parameters"]) == ([0, 1], ["head.weight", "head.bias"])
     assert "fully_shard was not applied to them" in finding["cause"]

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
+from benchmarks.faults.launch import ranks_of
 from benchmarks.rig import patience
 from benchmarks.rig.collector import running_collector
-from benchmarks.rig.training import PATIENT, ROOT
-from tests.support.ports import free_port
+from benchmarks.rig.training import PATIENT
 from tests.support.server.batches import get
 
 _SCRIPT = """
-import os, sys
 import torch
 import torch.distributed as dist
 from ddpobs import DistributedDataParallel
@@ -25,7 +21,7 @@ torch.set_num_threads(1)
 layers = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
 model = DistributedDataParallel(layers, bucket_cap_mb=0.02)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-with open(sys.argv[1], "a", buffering=1) as done:
+with open(f"steps-{dist.get_rank()}", "a", buffering=1) as done:
     while True:
         optimizer.zero_grad()
         model(torch.randn(4, 64)).sum().backward()
@@ -36,16 +32,12 @@ with open(sys.argv[1], "a", buffering=1) as done:
 
 def test_the_sent_data_of_a_killed_rank_are_stored_and_the_survivors_are_complete(tmp_path: Path) -> None:
     with running_collector(tmp_path, lost_after_s=2) as url:
-        port = free_port()
-        ranks = [start_rank(rank, port, url, tmp_path) for rank in range(2)]
-        try:
-            patience.until(lambda: stored_steps(url) > 40)
-            ranks[1].send_signal(signal.SIGKILL)
-            assert ranks[0].wait(60) not in (0, None)  # Its all-reduce fails; no other process ends it.
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+        (script := tmp_path / "train.py").write_text(_SCRIPT)
+        environ = {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": "killed", "DDPOBS_FLUSH_S": "0.2"} | PATIENT
+        with ranks_of(script, ranks=2, folder=tmp_path, environ=environ) as started:
+            patience.until(lambda: stored_steps(url) > 40, started.logs)
+            started.processes[1].send_signal(signal.SIGKILL)
+            assert started.processes[0].wait(60) != 0  # Its all-reduce fails; no other process ends it.
         survivor = len((tmp_path / "steps-0").read_text().splitlines())
         patience.until(lambda: get(url, "/runs/killed")["state"] == "failed")
         patience.until(lambda: get(url, "/runs/killed/ranks")["ranks"][1]["state"] == "failed")
@@ -72,14 +64,3 @@ def stored_steps(url: str) -> int:
     """Return the steps that both ranks have stored."""
     ranks = {run["run"] for run in get(url, "/runs")["runs"]} and get(url, "/runs/killed/ranks")["ranks"]
     return min((rank["steps"] for rank in ranks), default=0) if len(ranks) == 2 else 0
-
-
-def start_rank(rank: int, port: int, url: str, folder: Path) -> subprocess.Popen[bytes]:
-    """Start a rank without a launcher, which would end the survivors as well."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
-    environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environ |= {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": "killed", "DDPOBS_FLUSH_S": "0.2", "DDPOBS_SPOOL": str(folder)}
-    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | PATIENT
-    command = [sys.executable, "-c", _SCRIPT, str(folder / f"steps-{rank}")]
-    with (folder / f"rank-{rank}.log").open("wb") as log:
-        return subprocess.Popen(command, env=environ, stdout=log, stderr=log)

@@ -7,12 +7,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest import mock
 
 import numpy as np
 import zstandard
 
 from ddpobs import TelemetryConfig, telemetry, wire
+from ddpobs.export import delivery
 from ddpobs.export.spool import Spool
+
+_PAUSE_S = 0.05
+"""Between attempts to send: nobody listens, and a training waits for the second one when it ends."""
 
 
 @dataclass
@@ -62,7 +67,7 @@ class Sent:
 @contextmanager
 def sending() -> Iterator[Sent]:
     """Capture the telemetry of modules that this block builds with `config`; complete when the block ends."""
-    with TemporaryDirectory() as name:
+    with TemporaryDirectory() as name, mock.patch.object(delivery, "pause_s", return_value=_PAUSE_S):
         folder = Path(name)
         capture = Sent(TelemetryConfig(collector="http://127.0.0.1:9", spool=folder, flush_s=0.2, exit_s=5, quiet=True))
         try:
