@@ -59,7 +59,7 @@ class Example:
         Raises:
             RuntimeError: The command failed.
         """
-        with suppress(FileExistsError):  # Another example may run in the folder at the same time.
+        with suppress(FileExistsError):  # Another example has run in the folder.
             (folder / "examples").symlink_to(ROOT / "examples")
         paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         kept = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}

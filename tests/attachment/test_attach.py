@@ -156,7 +156,7 @@ def equal(ours: Any, theirs: Any) -> bool:
     return all(map(equal, ours, theirs))
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.wide)])
 def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(everything, request.param)
 

@@ -189,7 +189,7 @@ def train_randomly(rank: int, world_size: int, kind: str) -> list[wire.Fingerpri
     return fingerprints_of(sent)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.wide), 3])
 @pytest.mark.parametrize("kind", ["ours", "torch"])
 def test_random_trainings_raise_no_alarm(kind: str, world_size: int) -> None:
     by_rank = run_ranks(train_randomly, world_size, kind)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +24,33 @@ SMALLEST = {
     "pipeline": ("--steps=20",),
 }
 STEPS = {"toy": 40, "checkpoint": 8, "model_parallel": 40, "imagenet": 6, "horovod": 24, "pipeline": 20}
+FURTHER = {"toy", "imagenet", "horovod"}
+"""Examples of `make wide` alone: `test_frameworks.py` has DDP in plain loops with loaders, and Horovod's script."""
 
 
 class Trained:
-    """All examples after their end: what they printed, and the collector's answers."""
+    """Examples that end when they are asked for: what they printed, and the collector's answers."""
 
     def __init__(self, url: str, folder: Path) -> None:
         self._url, self.folder = url, folder
-        with ThreadPoolExecutor(2) as threads:
-            outputs = threads.map(self.train, SMALLEST)
-            self.outputs = dict(zip(SMALLEST, outputs, strict=True))
+        self._outputs: dict[str, str] = {}
 
     def train(self, name: str) -> str:
         return examples()[name].train(self._url, self.folder, *SMALLEST[name])
 
+    def output(self, name: str) -> str:
+        """What the first training printed."""
+        if name not in self._outputs:
+            self._outputs[name] = self.train(name)
+        return self._outputs[name]
+
     def get(self, name: str, path: str = "") -> Any:
+        self.output(name)
         return httpx.get(f"{self._url}/api/v1/runs/{name}{path}").raise_for_status().json()
+
+
+def param(name: str) -> Any:
+    return pytest.param(name, marks=[pytest.mark.wide] if name in FURTHER else [])
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +67,7 @@ def test_the_page_has_each_example_with_its_picture() -> None:
     assert scripts - {"gpt"} == set(SMALLEST)  # The demo trains the GPT.
 
 
-@pytest.mark.parametrize("name", SMALLEST)
+@pytest.mark.parametrize("name", map(param, SMALLEST))
 def test_an_example_is_recorded_whole_from_both_ranks(name: str, trained: Trained) -> None:
     run = trained.get(name)
     assert (run["state"], run["ranks"], run["steps"], run["dropped"]) == ("finished", 2, STEPS[name], 0)
@@ -68,6 +78,7 @@ def test_an_example_is_recorded_whole_from_both_ranks(name: str, trained: Traine
 
 
 def test_a_checkpoint_continues_the_training_of_both_ranks(trained: Trained) -> None:
+    trained.output("checkpoint")
     output = trained.train("checkpoint")
     assert sorted(re.findall(r"rank \d: goes on after step \d+", output)) == [
         f"rank {rank}: goes on after step 8" for rank in range(2)
@@ -88,18 +99,19 @@ def test_a_checkpoint_continues_the_training_of_both_ranks(trained: Trained) -> 
 
 
 def test_the_layers_of_both_devices_are_reduced(trained: Trained) -> None:
-    assert "layers on cpu and cpu" in trained.outputs["model_parallel"]
+    assert "layers on cpu and cpu" in trained.output("model_parallel")
     layout = str(trained.get("model_parallel", "/layout"))
     assert "net1.0.weight" in layout
     assert "net2.2.weight" in layout
 
 
+@pytest.mark.wide
 def test_a_run_of_horovods_script_counts_four_passes_a_step(trained: Trained) -> None:
     assert trained.get("horovod")["hello"]["settings"]["backward_passes_per_step"] == 4
-    assert len(re.findall(r"of the test digits correct, 2 ranks", trained.outputs["horovod"])) == 2
+    assert len(re.findall(r"of the test digits correct, 2 ranks", trained.output("horovod"))) == 2
 
 
 def test_both_stages_of_the_pipeline_learn_and_are_recorded(trained: Trained) -> None:
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", trained.outputs["pipeline"])]
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", trained.output("pipeline"))]
     assert losses[-1] < losses[0]
     assert {each["module"] for each in trained.get("pipeline")["modules"]} == {0, 1}

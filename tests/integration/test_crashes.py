@@ -75,7 +75,7 @@ def returncodes(ranks: Ranks) -> list[int]:
         ("exception", "forward", "failed", 1, {}),
         ("exception", "data", "failed", 1, AUTOLOAD),
         ("kill", "backward", "died", -signal.SIGKILL, {}),
-        ("kill", "backward", "died", -signal.SIGKILL, AUTOLOAD),
+        pytest.param("kill", "backward", "died", -signal.SIGKILL, AUTOLOAD, marks=pytest.mark.wide),
         ("exit", "data", "died", 3, {}),
         ("segfault", "optimizer", "died", -signal.SIGSEGV, {}),
         ("terminate", "forward", "terminated", -signal.SIGTERM, {}),

@@ -20,8 +20,14 @@ from tests.support.distributed.models import MODELS, build
 from tests.support.distributed.sent import sending
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("name", ["cnn", "transformer"])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        *(("transformer", size) for size in (1, 2, 4)),
+        ("cnn", 2),
+        *(pytest.param("cnn", size, marks=pytest.mark.wide) for size in (1, 4)),
+    ],
+)
 def test_parameters_equal_those_of_torch_ddp(name: str, world_size: int) -> None:
     for equal, largest in chain(*run_ranks(differences, world_size, name, CAPS)):
         if world_size <= 2:
@@ -29,7 +35,9 @@ def test_parameters_equal_those_of_torch_ddp(name: str, world_size: int) -> None
         assert largest < 1e-5
 
 
-@pytest.mark.parametrize(("world_size", "as_views"), [(1, False), (2, False), (3, True), (4, False)])
+@pytest.mark.parametrize(
+    ("world_size", "as_views"), [(1, False), (2, False), (3, True), pytest.param(4, False, marks=pytest.mark.wide)]
+)
 def test_with_the_same_buckets_parameters_are_equal_bit_for_bit(world_size: int, as_views: bool) -> None:
     options = CAPS | {"find_unused_parameters": True, "gradient_as_bucket_view": as_views}
     for name in ("transformer", "branches"):

@@ -18,7 +18,7 @@ def judge_seeds(rank: int, world_size: int) -> dict[str, str]:
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.wide), 3])
 def test_a_random_training_has_the_results_of_torch(world_size: int) -> None:
     for by_seed in run_ranks(judge_seeds, world_size):
         assert {seed: verdict for seed, verdict in by_seed.items() if verdict != "equal"} == {}

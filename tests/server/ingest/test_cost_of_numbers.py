@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 from ddpobs_server.app import create_app
 from ddpobs_server.ingest.limits import check_batch
 from ddpobs_server.settings import Settings
@@ -33,7 +34,8 @@ NUMBERS = (0, 1, 50_000_000, 2**20 - 1, 2**40 - 1, 2**48, 2**62, 2**63 - 1, -1, 
 TEXTS = ("", "9" * 1024, ",".join(["0-999999"] * 100), "0," * 500 + "0")
 Path_ = tuple[str | int, ...]
 CASES = 6
-"""Batches with many such values."""
+"""Batches with many such values; `make test` has the first two."""
+SETTINGS = Settings()
 TIMES_ORDINARY = 3
 """Most memory of any request or job, as a multiple of what an ordinary batch takes."""
 TIMES_ORDINARY_S, LEAST_S = 10, 0.1
@@ -108,13 +110,13 @@ def changed(plain: Any, changes: dict[Path_, Any]) -> Any:
 
 def accepted(plain: Any) -> bool:
     try:
-        check_batch(wire.decode(json.dumps(plain).encode(), wire.JSON), Settings())
+        check_batch(wire.decode(json.dumps(plain).encode(), wire.JSON), SETTINGS)
     except (WireError, Problem):
         return False
     return True
 
 
-def cases() -> dict[str, Any]:
+def cases(count: int) -> dict[str, Any]:
     """Batches by the name of their run: one with a step far from the others, the rest with many accepted extremes."""
     plain, pick = ordinary(), random.Random(5)
     alone = [
@@ -126,7 +128,7 @@ def cases() -> dict[str, Any]:
     ]
     assert len(alone) > 300
     found = {"far-step": changed(plain, {("steps", "step", 39): wire.MAX_STEP})}
-    for number in range(CASES):
+    for number in range(count):
         changes: dict[Path_, Any] = {}
         for at, value in pick.sample(alone, 60):
             if accepted(changed(plain, changes | {at: value})):
@@ -135,9 +137,10 @@ def cases() -> dict[str, Any]:
     return found
 
 
-def test_no_number_of_a_client_makes_a_read_or_a_job_expensive(tmp_path: Path) -> None:
-    settings = Settings(database_url=databases.sqlite(tmp_path), keep_spans_days=1, keep_share=1)
-    hostile = cases()
+@pytest.mark.parametrize("count", [2, pytest.param(CASES, marks=pytest.mark.wide)])
+def test_no_number_of_a_client_makes_a_read_or_a_job_expensive(tmp_path: Path, count: int) -> None:
+    settings = Settings(database_url=databases.migrated_sqlite(tmp_path), keep_spans_days=1, keep_share=1)
+    hostile = cases(count)
     with TestClient(create_app(settings)) as http:
         costs(http, settings, ordinary(), "warm")
         tracemalloc.start()

@@ -103,7 +103,9 @@ SHAPES: dict[str, tuple[Callable[[int], wire.Batch], int]] = {
 
 @contextmanager
 def _collector(folder: Path) -> Iterator[tuple[TestClient, Settings]]:
-    settings = Settings(database_url=databases.sqlite(folder), keep_spans_days=1, keep_share=1, max_records=200_000)
+    settings = Settings(
+        database_url=databases.migrated_sqlite(folder), keep_spans_days=1, keep_share=1, max_records=200_000
+    )
     with TestClient(create_app(settings)) as http:
         yield http, settings
 
