@@ -6,6 +6,7 @@ Run, attempt and sources have the names that their files give them, so an import
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 
 import ddpobs
 from ddpobs import wire
@@ -20,7 +21,15 @@ def nonce(*parts: str) -> str:
     return hashlib.sha256("\n".join(parts).encode(errors="replace")).hexdigest()[:16]
 
 
-def hello(file_format: str, file: str, *, host: str = "", device: str = "", backend: str = "") -> wire.Hello:
+def hello(
+    file_format: str,
+    file: str,
+    settings: Mapping[str, wire.Scalar] | None = None,
+    *,
+    host: str = "",
+    device: str = "",
+    backend: str = "",
+) -> wire.Hello:
     """Return the identity of an imported rank; what its file does not tell is empty."""
     return wire.Hello(
         host=host or _UNKNOWN,
@@ -28,7 +37,7 @@ def hello(file_format: str, file: str, *, host: str = "", device: str = "", back
         device=device or _UNKNOWN,
         backend=backend or _UNKNOWN,
         versions={"ddpobs": ddpobs.__version__},
-        settings={IMPORTED: file_format, "file": file},
+        settings={IMPORTED: file_format, "file": file, **(settings or {})},
     )
 
 

@@ -15,8 +15,10 @@ run. On a CPU a phase ends with its call.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +29,32 @@ from ddpobs.errors import TraceFileError
 from ddpobs.imports.kineto_events import Event, KinetoEvents, times_ns
 from ddpobs.imports.rank_trace import Call, CallKind, Collective, RankTrace
 from ddpobs.imports.trace_events import TraceEvents
+from ddpobs.imports.units import with_units
 from ddpobs.wire import Ints
 
+_SCATTER = "reduce_scatter"
+_NAMES = {"barrier": "barrier", "reducescatter": _SCATTER, "allreduce": "all_reduce", "allgather": "all_gather"}
 _BYTES = {"Float": 4, "Half": 2, "BFloat16": 2, "Double": 8, "Int": 4, "Long": 8, "Byte": 1, "Char": 1, "Bool": 1}
+
+
+class _Members(msgspec.Struct):
+    name: str = msgspec.field(default="", name="pg_name")
+    ranks: list[int] = []
 
 
 class _Group(msgspec.Struct):
     backend: str = ""
     rank: int | None = None
     world_size: int | None = None
+    groups: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"[]"), name="pg_config")
+
+    @property
+    def members(self) -> dict[str, list[int]]:
+        """Ranks of each process group by its name; none where a version writes them in another form."""
+        try:
+            return {one.name: one.ranks for one in msgspec.json.decode(self.groups, type=list[_Members])}
+        except (msgspec.DecodeError, RecursionError):
+            return {}
 
 
 class _Device(msgspec.Struct):
@@ -69,10 +88,12 @@ def read(path: Path, advance: Callable[[int], object] = lambda _: None) -> RankT
         wall_ns=_field(path, header, "baseTimeNanoseconds", int) or 0,
         steps=sorted(reader.steps),
         calls=_calls(reader),
-        collectives=_nccl(reader) if on_gpu else _of_gloo(reader),
+        collectives=_nccl(reader, group.members) if on_gpu else _of_gloo(reader),
         computing_ns=(reader.on_gpu if on_gpu else reader.on_host).union(),
         device_ns=reader.kernels.device_ns(),
     )
+    if reader.units:
+        trace = replace(trace, collectives=with_units(trace, reader.units))
     if not any(call.kind == "backward" for call in trace.calls):
         raise TraceFileError(path, "a trace of a training, with at least one backward", f"{len(trace.calls)} calls")
     return trace
@@ -117,32 +138,44 @@ def _of_gloo(reader: KinetoEvents) -> list[Collective]:
     collectives, at = [], 0
     for began, ended, name in sorted(reader.gloo):
         if at < len(launches) and launches[at][0] <= began:
-            launched, at = launches[at][0], at + 1
+            launched, _, operator = launches[at]
+            at += 1
+            name = _SCATTER if _SCATTER in operator else name  # noqa: PLW2901 - gloo makes it of all-reduces.
         else:
             launched = began
         collectives.append(Collective(name, launched, began, max(began, ended)))
     return sorted(collectives, key=lambda one: one.launched_ns)
 
 
-def _nccl(reader: KinetoEvents) -> list[Collective]:
-    """The kernels of NCCL, with the host's launches where the trace has them."""
+def _nccl(reader: KinetoEvents, groups: Mapping[str, list[int]]) -> list[Collective]:
+    """The kernels of NCCL, with the host's launches where the trace has them; `groups` has ranks by group's name."""
     correlations = np.array([kernel.args.correlation for kernel in reader.nccl], np.int64)
     is_known, known_ns = reader.kernels.launched_ns(correlations)
     launched = dict(zip(correlations[is_known].tolist(), known_ns.tolist(), strict=True))
     collectives = []
     for kernel in reader.nccl:
         args, (began, ended) = kernel.args, times_ns(kernel)
-        at, size = launched.get(args.correlation, began), args.elements * _BYTES.get(args.dtype, 0)
-        name = args.collective or _kind_of(kernel.name)
-        collectives.append(Collective(name, at, began, ended, size, args.dtype.lower()))
+        at, size = launched.get(args.correlation, began), max(args.elements, args.gathered) * _BYTES.get(args.dtype, 0)
+        name = _collective(args.collective) or _collective(_kind_of(kernel.name))
+        members = tuple(groups.get(args.group) or _ranks(str(args.ranks)))
+        collectives.append(Collective(name, at, began, ended, size, args.dtype.lower(), group=members))
     return sorted(collectives, key=lambda one: one.launched_ns)
 
 
+def _ranks(text: str) -> list[int]:
+    """The ranks of a group as torch writes them, `[0, 2]`; none of a long group, which torch cuts short."""
+    return [] if "..." in text else [int(number) for number in re.findall(r"\d{1,9}", text)]
+
+
 def _kind_of(kernel: str) -> str:
-    """The collective of a kernel: `all_reduce` of `ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)`."""
-    parts = kernel.split("(", maxsplit=1)[0].split("_")
-    kinds = {"AllReduce": "all_reduce", "AllGather": "all_gather", "ReduceScatter": "reduce_scatter"}
-    return next((kinds.get(part, part.lower()) for part in parts[1:2]), "collective")
+    """The collective in the name of a kernel, `AllReduce` in `ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)`."""
+    return next(iter(kernel.split("(", maxsplit=1)[0].split("_")[1:2]), "collective")
+
+
+def _collective(name: str) -> str:
+    """One name of a collective, whose names are many: `AllReduce`, `allreduce_coalesced`, `_reduce_scatter_base`."""
+    letters = name.lower().replace("_", "")
+    return next((known for part, known in _NAMES.items() if part in letters), letters)
 
 
 def _field(path: Path, header: dict[str, msgspec.Raw], name: str, kind: Any) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpobs.imports.rank_trace import Call, union
+from ddpobs.imports.units import UnitRange, unit_range
 from ddpobs.wire import Ints
 
 _ENGINE = ("autograd::engine::evaluate_function", "torch.distributed.ddp.reducer::copy_bucket_to_grad")
@@ -24,6 +25,7 @@ _NOT_COLLECTIVE = ("c10d::monitored_barrier_", "c10d::send", "c10d::recv_", "c10
 _GLOO = "gloo:"
 _NCCL = "nccl"
 _FORWARDS = ("DistributedDataParallel.forward", "FSDP::root_pre_forward")
+_UNITS, _ENDS_BACKWARD = "FSDP::", "FSDP::root_post_backward_callback"
 _FETCH, _STEP, _OPTIMIZER, _ZERO = "enumerate(DataLoader)#", "ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#"
 _COMPUTED = "aten::"
 _LONGEST_UNION = 2**20
@@ -39,7 +41,10 @@ class Args(msgspec.Struct, frozen=True, gc=False):
     correlation: _Int64 = 0
     collective: str = msgspec.field(default="", name="Collective name")
     elements: int = msgspec.field(default=0, name="In msg nelems")
+    gathered: int = msgspec.field(default=0, name="Out msg nelems")
     dtype: str = ""
+    group: str = msgspec.field(default="", name="Process Group Name")
+    ranks: str | list[int] = msgspec.field(default="", name="Process Group Ranks")
 
 
 _NONE = Args()
@@ -137,6 +142,7 @@ class KinetoEvents:
         calls: Calls of the training thread, without backward.
         engine: The autograd engine's functions.
         zeroed: Ends of the optimizers' `zero_grad`.
+        units: Ranges in which units of fully sharded modules are gathered, used and reduced.
         launches: Begin, end and name of the host's launches of collectives.
         gloo: Begin, end and name of gloo's collectives.
         nccl: The kernels of NCCL.
@@ -149,6 +155,7 @@ class KinetoEvents:
         self.steps: list[tuple[int, int]] = []
         self.calls: list[Call] = []
         self.zeroed: list[int] = []
+        self.units: list[UnitRange] = []
         self.launches: list[tuple[int, int, str]] = []
         self.gloo: list[tuple[int, int, str]] = []
         self.nccl: list[Event] = []
@@ -174,7 +181,15 @@ class KinetoEvents:
 
     def _annotations(self, events: list[Event]) -> None:
         for event in events:
+            if event.name.startswith(_UNITS):
+                self._unit(event)
             self._annotation(event.name, *times_ns(event))
+
+    def _unit(self, event: Event) -> None:
+        if event.name == _ENDS_BACKWARD:
+            self.engine.extend([event])
+        elif (found := unit_range(event.name, *times_ns(event))) is not None:
+            self.units.append(found)
 
     def _annotation(self, name: str, began_ns: int, ended_ns: int) -> None:
         if name.startswith(_STEP) and name[len(_STEP) :].isdecimal():
@@ -197,10 +212,9 @@ class KinetoEvents:
             (computed if event.name.startswith(_COMPUTED) else others).append(event)
         self.on_host.extend(computed)
         self.engine.extend([event for event in others if event.name.startswith(_ENGINE)])
-        for event in [event for event in others if event.name.startswith((_LAUNCH, *_FORWARDS))]:
-            if event.name in _FORWARDS:
-                self.calls.append(Call("forward", *times_ns(event)))
-            elif event.name.startswith(_LAUNCH) and event.name not in _NOT_COLLECTIVE:
+        self._annotations([event for event in others if event.name.startswith((_UNITS, *_FORWARDS))])
+        for event in [event for event in others if event.name.startswith(_LAUNCH)]:
+            if event.name not in _NOT_COLLECTIVE:
                 self.launches.append((*times_ns(event), event.name[len(_LAUNCH) :].strip("_")))
 
     def _kernels(self, events: list[Event]) -> None:

@@ -25,7 +25,10 @@ class Collective(NamedTuple):
     """A collective; `size_bytes` is 0 if the trace does not tell it, `started_ns` is 0 if it is not known.
 
     `parameter` is the only parameter in it, empty if it is not known. `order` is its place among the buckets of its
-    layout, for traces in which the order of the launches changes.
+    layout, for traces in which the order of the launches changes. `unit` and `kind` are those of `wire.Bucket`; of a
+    unit it is also known when its data were ready, and since when training waits, 0 if it does not.
+
+    `group` has the ranks of its process group; none if they are not known.
     """
 
     name: str
@@ -36,6 +39,11 @@ class Collective(NamedTuple):
     dtype: str = ""
     parameter: str = ""
     order: int = 0
+    unit: str = ""
+    kind: str = "bucket"
+    ready_ns: int = 0
+    waited_from_ns: int = 0
+    group: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,11 @@ class RankTrace:
         """The time at which the device reaches what the host does at `host_ns`, as an event on its stream tells it."""
         before = int(np.searchsorted(self.device_ns[:, 0], host_ns, side="right"))
         return max(host_ns, int(self.device_ns[before - 1, 1])) if before else host_ns
+
+    def computes_after(self, at_ns: int) -> int:
+        """The first moment from `at_ns` on at which a computation begins or is under way; the end of time if none."""
+        after = int(np.searchsorted(self.computing_ns[:, 1], at_ns, "right"))
+        return max(at_ns, int(self.computing_ns[after, 0])) if after < len(self.computing_ns) else 2**62
 
     def uncovered(self, began_ns: int, ended_ns: int) -> list[tuple[int, int]]:
         """Parts of an interval in which nothing was computed."""

@@ -1,7 +1,7 @@
 """A trace, told to the step tracker in the order in which its training told it: the tracker makes the same steps of it.
 
-Collectives that were launched in a backward are its gradient buckets. Any other collective counts as communication
-where nothing was computed beside it.
+Reductions that were launched in a backward are its gradient buckets, or if units of fully sharded modules are named,
+the collectives of units its spans. Any other collective counts as communication where nothing was computed beside it.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import zip_longest
+from math import prod
 from typing import NamedTuple
 
 from ddpobs import wire
 from ddpobs.clocks import HostClock
 from ddpobs.errors import TraceFileError
 from ddpobs.imports.rank_trace import Call, Collective, RankTrace
+from ddpobs.imports.units import UnitLayout, passes, reduces
 from ddpobs.steps.backward_record import BackwardRecord
 from ddpobs.steps.raw_step import NO_INPUT, RawStep
 from ddpobs.steps.step_columns import RawSteps
@@ -37,10 +39,14 @@ class _Work(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """The steps of a trace, and the layouts of their buckets."""
+    """The steps of a trace, and the layouts of their buckets.
+
+    `group` has the ranks with which this one reduces gradients; none if they are all ranks or not known.
+    """
 
     summary: Summary
     layouts: list[wire.Layout]
+    group: tuple[int, ...] = ()
 
 
 class _Layouts:
@@ -50,7 +56,12 @@ class _Layouts:
         self.known: list[wire.Layout] = []
         self._sizes: dict[tuple[tuple[str, int], ...], int] = {}
 
-    def revision(self, collectives: list[Collective]) -> int:
+    def records(self, trace: RankTrace, reduced: list[Collective]) -> list[BackwardRecord]:
+        """Return the record of a backward with these buckets."""
+        reduced.sort(key=lambda one: one.order)
+        return [_record(trace, reduced, self._revision(reduced))]
+
+    def _revision(self, collectives: list[Collective]) -> int:
         """Number of the layout with these buckets; a new one is added."""
         sizes = tuple((one.parameter, one.size_bytes) for one in collectives)
         if sizes not in self._sizes:
@@ -77,8 +88,12 @@ def replay(trace: RankTrace) -> Replayed:
     """
     raws: list[RawStep] = []
     tracker = StepTracker(raws.append, first=trace.steps[0][0] if trace.steps else 0)
-    layouts = _Layouts()
-    buckets, others = _shared_out(trace)
+    if any(one.unit for one in trace.collectives):
+        buckets, others = passes(trace)
+        layouts: _Layouts | UnitLayout = UnitLayout(buckets)
+    else:
+        buckets, others = _shared_out(trace)
+        layouts = _Layouts()
     events: list[tuple[int, Callable[[], object]]] = []
     following = [call.began_ns for call in trace.calls[1:]]
     for call, reduced, next_ns in zip_longest(trace.calls, buckets, following):
@@ -92,7 +107,20 @@ def replay(trace: RankTrace) -> Replayed:
     tracker.training_finished()
     if not raws:
         raise TraceFileError(trace.source, "a step that reduces gradients from its begin to its end", "none")
-    return Replayed(Summariser().summarise(RawSteps.from_steps(raws, HostClock())), layouts.known)
+    summary = Summariser().summarise(RawSteps.from_steps(raws, HostClock()))
+    return Replayed(summary, layouts.known, _group(trace, [one for each in buckets for one in each]))
+
+
+def _group(trace: RankTrace, reduced: list[Collective]) -> tuple[int, ...]:
+    """The ranks of the process group that reduces gradients, if it is a part of the world.
+
+    Shards and replicas of a unit are together the world, or with tensor parallelism a part whose ranks are not known.
+    """
+    groups = {one.group for one in reduced if one.group and reduces(one)}
+    ranks = trace.world_size or 0
+    if not groups or max(map(len, groups)) >= ranks or prod(map(len, groups)) >= ranks:
+        return ()
+    return max(groups, key=lambda group: (len(group), group))
 
 
 def _shared_out(trace: RankTrace) -> tuple[list[list[Collective]], list[Collective]]:
@@ -118,7 +146,7 @@ def _done_before(reduced: list[Collective], next_ns: int) -> list[Collective]:
 
 
 def _told(
-    tracker: StepTracker, trace: RankTrace, call: Call, reduced: list[Collective], layouts: _Layouts
+    tracker: StepTracker, trace: RankTrace, call: Call, reduced: list[Collective], layouts: _Layouts | UnitLayout
 ) -> list[tuple[int, Callable[[], object]]]:
     """The events of a call, with their times."""
     if call.kind == "fetch":
@@ -129,9 +157,8 @@ def _told(
         return [(call.began_ns, tracker.optimizer_began), (call.ended_ns, tracker.optimizer_ended)]
 
     def end() -> None:
-        if reduced:
-            reduced.sort(key=lambda one: one.order)
-            tracker.gradients_reduced(0, _record(trace, reduced, layouts.revision(reduced)), False)
+        for record in layouts.records(trace, reduced) if reduced else ():
+            tracker.gradients_reduced(0, record, False)
         tracker.stamp = max([tracker.stamp, *(one.done_ns for one in reduced)])
         tracker.backward_ended()
 

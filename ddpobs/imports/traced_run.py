@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import msgspec
 
@@ -17,6 +18,8 @@ from ddpobs.imports.replay import Replayed, replay
 from ddpobs.shared.words import format_ranks
 from ddpobs.steps.account import Account, StartUp, Tail
 
+_SHARDED = ("fully_shard", "deepspeed")
+"""Layouts of models whose units or collectives take the place of DDP's buckets."""
 _STEPS = 1_000
 """Steps of a batch."""
 
@@ -66,22 +69,42 @@ class TracedRun:
         """Steps of each rank."""
         return [replayed.summary.steps for replayed in self._replayed]
 
+    @cached_property
+    def _groups(self) -> list[list[int]]:
+        """Indices of the ranks that are compared: those that reduce gradients together."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, replayed in enumerate(self._replayed):
+            groups.setdefault(replayed.group, []).append(index)
+        return list(groups.values())
+
+    def _compared(self, group: Sequence[int]) -> tuple[list[wire.Steps], list[int]]:
+        """Steps and numbers of these ranks."""
+        steps = self.steps
+        return [steps[index] for index in group], [self.ranks[index] for index in group]
+
     @property
     def arrivals(self) -> list[Arrival]:
-        """The ranks that arrived last."""
-        return arrivals(self.steps, self.ranks)
+        """The ranks that arrived last, of each group."""
+        return [arrival for group in self._groups for arrival in arrivals(*self._compared(group))]
 
     @property
     def lines(self) -> list[str]:
         """The number of steps, and who arrived last."""
-        steps = f"{max(len(steps) for steps in self.steps)} steps of {format_ranks(self.ranks)}"
-        return [steps, *map(str, self.arrivals)]
+        found = [f"{max(len(steps) for steps in self.steps)} steps of {format_ranks(self.ranks)}"]
+        for group in self._groups:
+            steps, ranks = self._compared(group)
+            where = f"of {format_ranks(ranks)}, " if len(self._groups) > 1 else ""
+            late = arrivals(steps, ranks)
+            found += [f"{where}{arrival}" for arrival in late]
+            if len(ranks) > 1 and not late:
+                found.append(f"{format_ranks(ranks)} are not compared: no step of known own time is in all their files")
+        return found
 
     def batches(self) -> Iterator[wire.Batch]:
         """Yield the run's batches, rank by rank."""
         attempt = envelope.nonce(self._run, *map(_identity, self._traces, self.steps))
-        compared = peers(self.steps, self.ranks)
-        for trace, replayed in zip(self._traces, self._replayed, strict=True):
+        compared = {group[0]: peers(*self._compared(group)) for group in self._groups}
+        for index, (trace, replayed) in enumerate(zip(self._traces, self._replayed, strict=True)):
             rank = trace.rank or 0
             begun = envelope.first_batch(
                 run=self._run,
@@ -90,14 +113,29 @@ class TracedRun:
                 world_size=self.world_size,
                 anchor=_anchor(trace, int(replayed.summary.steps.end_ns[-1])),
                 hello=envelope.hello(
-                    self._format, trace.source, host=trace.host, device=trace.device, backend=trace.backend
+                    self._format,
+                    trace.source,
+                    _settings(replayed),
+                    host=trace.host,
+                    device=trace.device,
+                    backend=trace.backend,
                 ),
             )
-            is_first = compared is not None and rank == self.ranks[0]
+            found = compared.get(index)
             begun = msgspec.structs.replace(
-                begun, layouts=replayed.layouts, peers=[compared] if is_first else [], events=trace.events
+                begun, layouts=replayed.layouts, peers=[found] if found else [], events=trace.events
             )
             yield from _filled(begun, replayed)
+
+
+def _settings(replayed: Replayed) -> dict[str, wire.Scalar]:
+    """What findings must know of the model: that it has units, and the ranks that reduce its gradients."""
+    settings: dict[str, wire.Scalar] = {}
+    if replayed.layouts and replayed.layouts[0].comm in _SHARDED:
+        settings["reducer"] = replayed.layouts[0].comm
+    if replayed.group:
+        settings |= {"group_ranks": len(replayed.group), "group_first": min(replayed.group)}
+    return settings
 
 
 def _filled(begun: wire.Batch, replayed: Replayed) -> Iterator[wire.Batch]:

@@ -116,6 +116,15 @@ def test_a_header_of_another_form_is_refused(tmp_path: Path) -> None:
         kineto.read(trace(tmp_path, distributedInfo={"rank": "first"}))
 
 
+def test_files_without_a_common_step_tell_that_ranks_are_not_compared(tmp_path: Path) -> None:
+    paths = [trace(tmp_path, f"{rank}.json", rank) for rank in range(2)]
+    paths[1].write_text(re.sub(r"ProfilerStep#(\d)", r"ProfilerStep#10\1", paths[1].read_text()))
+    assert read(paths, "r").lines == [
+        "3 steps of ranks 0 and 1",
+        "ranks 0 and 1 are not compared: no step of known own time is in all their files",
+    ]
+
+
 def test_no_late_rank_is_named_in_one_trace(tmp_path: Path) -> None:
     assert TracedRun(numbered([kineto.read(trace(tmp_path))]), "r", "torch.profiler").arrivals == []
 

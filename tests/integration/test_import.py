@@ -25,15 +25,20 @@ TOLERANCE = 0.01
 """Maximum difference of a phase, as a share of the step."""
 
 
-@pytest.fixture(scope="module")
-def traces(url: str, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def recorded(url: str, folder: Path, run: str, *arguments: str) -> list[Path]:
     """A trace of each rank of a training that reported to the collector."""
-    folder = tmp_path_factory.mktemp("traces")
-    environ = {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": LIVE} | PATIENT
-    with ranks_of(SCRIPTS / "profiled.py", str(folder), str(STEPS), ranks=2, folder=folder, environ=environ) as ranks:
+    environ = {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": run} | PATIENT
+    arguments = (str(folder), str(STEPS), *arguments)
+    with ranks_of(SCRIPTS / "profiled.py", *arguments, ranks=2, folder=folder, environ=environ) as ranks:
         ended = [process.wait(patience.HANG_S) for process in ranks.processes]
         assert not any(ended), ranks.logs()
     return [folder / f"rank{rank}.json" for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def traces(url: str, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Traces of a training with DDP."""
+    return recorded(url, tmp_path_factory.mktemp("traces"), LIVE)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +58,30 @@ def test_the_command_names_the_rank_that_arrived_last(said: str, url: str) -> No
 
 
 def test_phases_are_those_of_the_live_run(said: str, url: str) -> None:
-    live, imported = (Client(url).run(name) for name in (LIVE, IMPORTED))
+    assert_same_phases(url, LIVE, IMPORTED)
+
+
+def test_phases_and_units_of_a_sharded_training_are_those_of_the_live_run(url: str, tmp_path: Path) -> None:
+    files = recorded(url, tmp_path, "live-units", "fsdp2")
+    done = ddpobs("import", *map(str, files), "--run", "units", "--collector", url)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 arrived last in " in done.stdout
+    assert_same_phases(url, "live-units", "units")
+    live, imported = (rows_of(url, run) for run in ("live-units", "units"))
+    assert imported == live
+    (one,), (other,) = stragglers(url, "live-units"), stragglers(url, "units")
+    assert (other["ranks"], other["phase"]) == (one["ranks"], one["phase"]) == ([1], "other")
+
+
+def rows_of(url: str, run: str) -> set[tuple[str, str]]:
+    """Unit and kind of each row of a run's layouts."""
+    layouts = get(url, run, "/layout")["layouts"]
+    return {(bucket["unit"], bucket["kind"]) for layout in layouts for bucket in layout["buckets"]}
+
+
+def assert_same_phases(url: str, *runs: str) -> None:
+    """Compare the second run, an imported one, with the first, step by step."""
+    live, imported = (Client(url).run(name) for name in runs)
     for rank in range(2):
         columns = imported.steps(rank=rank)
         first, last = int(columns["step"][1]), int(columns["step"][-2])

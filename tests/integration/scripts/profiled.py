@@ -1,4 +1,4 @@
-"""Trains with torch's DDP, beside ddpobs and torch.profiler: `profiled.py FOLDER STEPS`. Rank 1 sleeps in each step."""
+"""Trains beside ddpobs and torch.profiler: `profiled.py FOLDER STEPS [fsdp2]`. Rank 1 sleeps in each step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -19,8 +20,13 @@ SKIPPED, SLEPT_S, WIDTH = 2, 0.02, 512
 def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)]
-    model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=1)
+    model: torch.nn.Module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    if "fsdp2" in sys.argv:
+        for layer in model.children():
+            fully_shard(layer)
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model, bucket_cap_mb=1)
     ddpobs.attach(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     rows = torch.utils.data.TensorDataset(torch.randn(32 * (STEPS + 2 * SKIPPED), WIDTH))

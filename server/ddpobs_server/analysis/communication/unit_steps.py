@@ -90,6 +90,8 @@ def _unit_steps(evidence: Evidence) -> UnitSteps | str:
     except ColumnsTooLargeError as error:
         return str(error)
     joined = transfers(spans, collective, sizes).latest_layout
+    if sizes and not any(sizes.values()):
+        return "the sizes of units are not known"  # Not every imported trace has them.
     if len(np.unique(joined.module)) != 1:
         return "no step has spans of one module's units on all ranks"
     return _in_order(evidence, columns, spans[1], joined)

@@ -77,6 +77,11 @@ def test_small_units_are_a_matter_of_latency_with_the_gain_of_larger_ones() -> N
     assert finding.gain.step_ns == pytest.approx(saved_ns(SMALL, merged), rel=0.02)
 
 
+def test_units_of_unknown_size_leave_the_cause_unknown() -> None:
+    finding = finding_of(replace(SMALL, sizes=[0] * 17))
+    assert comm_facts(finding).not_known_because == "the sizes of units are not known"
+
+
 def test_late_launches_have_the_gain_of_prefetch_missing() -> None:
     finding = finding_of(LATE)
     assert comm_facts(finding).kind == "launch"

@@ -48,6 +48,12 @@ def test_the_gain_of_a_divided_model_is_what_the_run_with_its_units_saves() -> N
     assert finding.parameters == ["(root).w"]
 
 
+def test_units_of_unknown_size_are_not_judged() -> None:
+    """A trace over gloo has no sizes."""
+    (result,) = unit_size(replace(SMALL, sizes=[0] * 17).evidence(**FACTS))
+    assert str(result) == "unit-size: the sizes of units are not known"
+
+
 def test_where_collectives_block_a_division_hides_nothing() -> None:
     assert unit_size(replace(LARGE, blocks=True).evidence(**FACTS)) == []
 
