@@ -332,12 +332,14 @@ class _Stamped:
         return getattr(self._inner, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        transfer = self._start()
+        transfer, is_async = self._start(), kwargs.get("async_op", False)
+        if transfer is not None and is_async:
+            transfer.goes_on()
         work = self._inner(*args, **kwargs)
         self._after()
         if transfer is None:
             return work
-        if work is None or not kwargs.get("async_op", False):
+        if work is None or not is_async:
             transfer.ended()
         else:
             _follow(work, transfer)

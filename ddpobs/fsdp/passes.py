@@ -44,19 +44,23 @@ class Transfer:
     """
 
     def __init__(self, of: Pass, row: int, now: Callable[[], Stamp], waits: bool) -> None:
-        self._pass, self._row, self._now, self._waits = of, row, now, waits
+        self._of, self._row, self._now, self._waits = of, row, now, waits
 
     def began(self) -> None:
         """Stamp the launch."""
-        of, row = self._pass, self._row
+        of, row = self._of, self._row
         launched = of.launched_ns[row] = self._now()
         of.ready_ns[row] = of.ready_ns[row] or launched
         if self._waits:
             of.waited_from_ns[row] = launched
 
+    def goes_on(self) -> None:
+        """Forget the wait at the launch: the call returns before the collective is complete."""
+        self._of.waited_from_ns[self._row] = 0
+
     def ended(self, _: Any = None) -> None:
         """Stamp the completion."""
-        self._pass.done_ns[self._row] = self._now()
+        self._of.done_ns[self._row] = self._now()
 
 
 class OtherTransfer:
@@ -68,6 +72,9 @@ class OtherTransfer:
 
     def __init__(self, recorder: ModuleObserver) -> None:
         self._recorder, self._launched = recorder, recorder.now()
+
+    def goes_on(self) -> None:
+        """Nothing: it counts as communication until it is complete."""
 
     def ended(self, _: Any = None) -> None:
         """Record it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -40,6 +41,34 @@ def test_steps_and_units_of_a_sharded_model() -> None:
         assert {name for name, kind in rows if kind == "all_gather_again"} == set(blocks)
         assert {name for name, kind in rows if kind == "reduce_scatter"} == {"(root)", *blocks}
         assert len(rank["spans"]["step"]) == STEPS * len(rows)
+
+
+def gathered_early(rank: int, _size: int) -> dict[str, int]:
+    """Gather block 1 while block 0 is computed, for so long that it is complete before it is used."""
+
+    def begin(*_: Any) -> None:
+        model.blocks[1].unshard(async_op=True)
+        time.sleep(0.05)
+
+    with sending() as sent:
+        model = sharded()
+        model.blocks[0].register_forward_pre_hook(begin)
+        ddpobs.attach(model, sent.config)
+        train_sharded(model, rank, STEPS)
+    rows = [(bucket.unit, bucket.kind) for bucket in sent.layouts[0].buckets]
+    waited: dict[str, list[int]] = {}
+    for row, ns in zip(sent.spans("bucket"), sent.spans("waited_ns"), strict=True):
+        if rows[row][1] == "all_gather":
+            waited.setdefault(rows[row][0], []).append(ns)
+    return {unit: min(ns) for unit, ns in waited.items()} | {"spans": len(sent.spans("step")), "rows": len(rows)}
+
+
+def test_an_all_gather_that_is_begun_early_is_not_waited_for() -> None:
+    """This is what `prefetch-missing` advises where collectives block."""
+    for rank in run_ranks(gathered_early, 2):
+        assert rank["blocks.1"] == 0
+        assert rank["blocks.2"] > 0
+        assert rank["spans"] == STEPS * rank["rows"]
 
 
 def test_phases_add_up_and_own_time_excludes_the_waits() -> None:
