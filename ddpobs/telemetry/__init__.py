@@ -68,9 +68,16 @@ def join(
     if _process is None:
         if _failed_in is not None and _failed_in() is dist.group.WORLD:
             return None
-        settings = {**settings, "group_ranks": process_group.size()}
+        settings = {**settings, **_group(process_group)}
         _process = _start(config, _device(module), process_group, settings)
     return _process.recorder(module, ranks_of(process_group), name)
+
+
+def _group(group: dist.ProcessGroup) -> dict[str, wire.Scalar]:
+    """Size of the group, and its first rank if it is a part of the world: ranks of other groups are not compared."""
+    ranks = ranks_of(group)
+    first = {"group_first": ranks[0]} if len(ranks) < dist.get_world_size() else {}
+    return {"group_ranks": len(ranks), **first}
 
 
 def _start(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from ddpobs_server.analysis.findings.replicas_differ import replicas_differ
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ddpobs
 from ddpobs import wire
@@ -53,6 +58,42 @@ def test_units_with_replicas_have_their_all_reduce(size: int, shape: tuple[int, 
         assert rank["bytes"]["all_reduce"] == whole // shape[1]
         if shape[1] > 1:
             assert rank["bytes"]["reduce_scatter"] == rank["bytes"]["all_gather"] == whole
+
+
+class TwoLayers(nn.Module):
+    """Two layers that tensor parallelism divides, and the wait of a rank between them."""
+
+    def __init__(self, late_s: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.late_s = nn.Linear(8, 64), nn.Linear(64, 8), late_s
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        values = self.up(inputs)
+        time.sleep(self.late_s)
+        return self.down(values)  # type: ignore[no-any-return]
+
+
+def beside_tensor_parallelism(rank: int, size: int) -> tuple[float, dict[str, Any]]:
+    """Train on two dimensions; rank 2 is late in its forward. Return the own time in ms, and the settings."""
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
+    model = TwoLayers(0.05 if rank == 2 else 0.0)
+    parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    with sending() as sent:
+        ddpobs.attach(model, sent.config)
+        train_sharded(model, rank // 2, 12)
+    settings = next(batch.hello.settings for batch in sent.batches if batch.hello)
+    return statistics.median(sent.steps("own_ns")[2:]) / 1e6, settings
+
+
+@pytest.mark.wide
+def test_waits_within_tensor_parallelism_are_no_own_time_and_the_groups_are_told() -> None:
+    ranks = run_ranks(beside_tensor_parallelism, 4)
+    own_ms = [own for own, _ in ranks]
+    assert own_ms[2] - own_ms[0] > 40
+    assert own_ms[3] - own_ms[1] < 20, own_ms
+    assert [(each["group_ranks"], each["group_first"]) for _, each in ranks] == [(2, 0), (2, 1), (2, 0), (2, 1)]
 
 
 def parted(rank: int, _size: int, shape: tuple[int, int]) -> list[wire.Fingerprint]:

@@ -21,6 +21,7 @@ from ddpobs_server.analysis.steps.intervals import StepClock
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps, index_ranks, join
 from ddpobs_server.analysis.steps.phase_shares import phase_shares
 from ddpobs_server.analysis.steps.pipeline import EVENT, Stage, stages_of
+from ddpobs_server.analysis.steps.rank_groups import RankGroup, groups_of
 
 MIN_STEPS = 20
 """Minimum number of steps that most findings are judged by."""
@@ -60,8 +61,8 @@ class ColumnReader(Protocol):
         """Return the latest sampled readiness of parameters in the steps in [first, last], with its rank."""
 
 
-class _StageColumns:
-    """Further columns for one stage. Lateness in bins compares all ranks of the world, and is left out."""
+class _PartColumns:
+    """Further columns for a part of the ranks. Lateness in bins compares all ranks of the world, and is left out."""
 
     def __init__(self, columns: ColumnReader) -> None:
         self._columns = columns
@@ -203,24 +204,29 @@ class Evidence:
         """Stages of the run's pipeline; empty without one."""
         return stages_of(self.events)
 
-    def of_stage(self, stage: Stage) -> Evidence:
-        """Return the evidence of one stage's replicas, which wait for each other.
+    @cached_property
+    def groups(self) -> list[RankGroup]:
+        """Process groups that reduce gradients apart from each other; empty if all ranks reduce them together."""
+        return groups_of(self.hellos, self.world_size) if self.separate_groups_reason else []
+
+    def of_part(self, part: Stage | RankGroup) -> Evidence:
+        """Return the evidence of one stage's replicas, or of one process group, which wait for each other.
 
         The rollups of earlier steps compare all ranks of the world, and are left out.
         """
-        rows = np.isin(self.rank, stage.ranks)
+        rows = np.isin(self.rank, part.ranks)
         return replace(
             self,
             rank=self.rank[rows],
             steps=self.steps.select(rows),
             joined=join(self.rank[rows], self.steps.select(rows)),
-            whole=None if self.whole is None else self.whole.of_ranks(stage.ranks),
+            whole=None if self.whole is None else self.whole.of_ranks(part.ranks),
             earlier=None,
             absences={
-                reason: [rank for rank in ranks if rank in stage.ranks] for reason, ranks in self.absences.items()
+                reason: [rank for rank in ranks if rank in part.ranks] for reason, ranks in self.absences.items()
             },
             separate_groups_reason="",
-            columns=None if self.columns is None else _StageColumns(self.columns),
+            columns=None if self.columns is None else _PartColumns(self.columns),
             events=[(rank, event) for rank, event in self.events if event.kind != EVENT],
         )
 

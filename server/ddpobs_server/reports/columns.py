@@ -9,7 +9,7 @@ import numpy as np
 from ddpobs import wire
 from ddpobs_server.analysis.slow_ranks.lateness import lateness_table
 from ddpobs_server.analysis.steps.joined_steps import join, mean_over_ranks
-from ddpobs_server.analysis.steps.pipeline import stages_of, within_stages
+from ddpobs_server.analysis.steps.pipeline import within_parts
 from ddpobs_server.analysis.steps.step_bins import SHOWN, StepBins
 from ddpobs_server.reports.attempt_reader import AttemptReader
 from ddpobs_server.reports.read_bins import AttemptBins, Shown, read_step_bins, unix_times
@@ -28,20 +28,19 @@ class RunColumns(AttemptReader):
     def stragglers(self, first: int | None, last: int | None) -> dict[str, Any]:
         """Return own times of all ranks by step, the last rank, and each rank's share and excess.
 
-        In a pipeline these are compared within each stage.
+        In a pipeline these are compared within each stage, else within each process group.
 
         Without `first` and `last` the latest steps are used. Otherwise the response holds as many steps from `first` on
         as fit, and `next` is the first step of the next response. `own_ns` and `excess_ns` are arrays, and `per_rank`
         is an iterator, for a response that is encoded in parts.
         """
-        end = None
+        end, sources = None, self.store.sources(self.run, self.attempt)
         if first is None and last is None:
-            sources = self.store.sources(self.run, self.attempt)
             rank, steps = drop_silent_ranks(*read_recent_steps(self.store, self.run, self.attempt, sources), sources)
         else:
             end = self.store.page_end("steps", self.run, self.attempt, first=first, last=last, rows=_ROWS)
             rank, steps = self.store.steps(self.run, self.attempt, None, first, last if end is None else end)
-        joined = within_stages(join(rank, steps), stages_of(self.store.first_events(self.run, self.attempt)))
+        joined = within_parts(join(rank, steps), self.parts(sources))
         table: dict[str, Any] = {
             "run": self.run,
             "attempt": self.attempt,

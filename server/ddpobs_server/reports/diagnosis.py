@@ -282,4 +282,4 @@ def _separate_groups_reason(sources: list[Source], settings: dict[str, wire.Scal
     world_size, ranks = world_size_of(sources), read_facts(settings, SettingFacts).group_ranks
     if ranks is None or ranks >= world_size:
         return ""
-    return f"DDP over {ranks} of {world_size} ranks: ranks of different process groups do not wait for each other"
+    return f"gradients are reduced over {ranks} of {world_size} ranks: ranks of other process groups are not compared"

@@ -15,7 +15,7 @@ from ddpobs_server.analysis.slow_ranks.lateness import lateness
 from ddpobs_server.analysis.slow_ranks.lateness_bins import DelayBins, delays_of
 from ddpobs_server.analysis.steps import clock_alignment
 from ddpobs_server.analysis.steps.joined_steps import join
-from ddpobs_server.analysis.steps.pipeline import stages_of, within_stages
+from ddpobs_server.analysis.steps.pipeline import within_parts
 from ddpobs_server.analysis.steps.step_timeline import BucketSpans, Phases, bucket_spans_of, phases_of
 from ddpobs_server.reports.attempt_reader import AttemptReader
 from ddpobs_server.reports.read_bins import AttemptBins, read_lateness
@@ -96,7 +96,7 @@ class RunViews(AttemptReader):
         if self.store.estimate_rows("steps", self.run, self.attempt, first, last) > _COLUMN_ROWS:
             return None
         joined = join(*drop_silent_ranks(*self.store.steps(self.run, self.attempt, None, first, last), sources))
-        joined = within_stages(joined, stages_of(self.store.first_events(self.run, self.attempt)))
+        joined = within_parts(joined, self.parts(sources))
         return delays_of(joined) if len(joined) and len(joined.ranks) > 1 else None
 
     def timeline(self, step: int | None, first: int | None, last: int | None) -> StepTimeline:

@@ -14,7 +14,7 @@ from ddpobs_server.analysis.steps.pipeline import (
     slowdown_of,
     stage_times,
     stages_of,
-    within_stages,
+    within_parts,
 )
 
 from ddpobs import wire
@@ -73,12 +73,12 @@ def test_a_slow_replica_does_not_count_as_its_stages_computation() -> None:
 
 def test_within_stages_only_the_slow_replica_differs() -> None:
     rank, steps = columns([16, 26, 48, 48])
-    joined = within_stages(join(rank, steps), stages_of(events()))
+    joined = within_parts(join(rank, steps), stages_of(events()))
     assert joined.own_ns[0].tolist() == [26 * MS, 36 * MS, 26 * MS, 26 * MS]
     late = lateness(joined)
     assert set(late.last.tolist()) == {1}
     assert late.delay_ns[0] == 10 * MS
-    assert within_stages(join(rank, steps), []).own_ns[0].tolist() == [16 * MS, 26 * MS, 48 * MS, 48 * MS]
+    assert within_parts(join(rank, steps), []).own_ns[0].tolist() == [16 * MS, 26 * MS, 48 * MS, 48 * MS]
 
 
 def test_a_stage_whose_steps_have_no_clean_start_has_no_times() -> None:

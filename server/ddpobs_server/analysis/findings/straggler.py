@@ -31,6 +31,7 @@ from ddpobs_server.analysis.slow_ranks.work import (
 )
 from ddpobs_server.analysis.steps.joined_steps import JoinedSteps
 from ddpobs_server.analysis.steps.pipeline import Stage
+from ddpobs_server.analysis.steps.rank_groups import RankGroup
 
 CODES = ("straggler",)
 FACTS = (SlowRankFacts, MovingFacts, TakingTurnsFacts)
@@ -46,21 +47,23 @@ _MAX_OF_RATIO = 1.25
 def straggler(evidence: Evidence) -> Judgement:
     """Return a finding for each rank that is late more often than chance, and costly enough to matter.
 
-    In a pipeline, the ranks that hold the same stages are compared: other stages compute other layers.
+    In a pipeline, the ranks that hold the same stages are compared: other stages compute other layers. If gradients are
+    reduced over a part of the ranks, as beside tensor parallelism, those of the same process group are compared.
     """
-    if not evidence.stages:
+    parts = evidence.stages or evidence.groups
+    if not parts:
         return _judged(evidence, None)
-    return [result for stage in evidence.stages for result in _judged(evidence.of_stage(stage), stage)]
+    return [result for part in parts for result in _judged(evidence.of_part(part), part)]
 
 
-def _judged(evidence: Evidence, stage: Stage | None) -> list[Finding | NotJudged]:
-    where = f"{stage.name}: " if stage else ""
+def _judged(evidence: Evidence, part: Stage | RankGroup | None) -> list[Finding | NotJudged]:
+    where = f"{part.members}: " if part else ""
     reason = _not_judged_reason(evidence)
     missing = [NotJudged("straggler", where + text) for text in (reason, *evidence.absence_reasons) if text]
     if reason:
         return [*missing]
     slow_ranks, in_turn = slow_at_equal_work(evidence)
-    by_batches = {slow.rank for slow, _ in slow_by_constant_batches(evidence)} if stage is None else set()
+    by_batches = {slow.rank for slow, _ in slow_by_constant_batches(evidence)} if part is None else set()
     slow_ranks = [slow for slow in slow_ranks if slow.rank not in by_batches]
     if evidence.columns is not None:
         try:
@@ -68,8 +71,8 @@ def _judged(evidence: Evidence, stage: Stage | None) -> list[Finding | NotJudged
         except ColumnsTooLargeError as error:
             missing.append(NotJudged("buckets", f"{where}{error}"))
     return [
-        *(describe_slow_rank(slow, evidence, stage) for slow in slow_ranks),
-        *(describe_in_turn(slow, evidence, stage) for slow in in_turn),
+        *(describe_slow_rank(slow, evidence, part) for slow in slow_ranks),
+        *(describe_in_turn(slow, evidence, part) for slow in in_turn),
         *missing,
     ]
 

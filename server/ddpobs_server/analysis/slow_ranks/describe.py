@@ -13,6 +13,7 @@ from ddpobs_server.analysis.slow_ranks.facts import MovingFacts, RankTurn, SlowR
 from ddpobs_server.analysis.slow_ranks.slow_rank import Cause, DeviceClock, SlowInTurn, SlowRank
 from ddpobs_server.analysis.steps.intervals import format_intervals
 from ddpobs_server.analysis.steps.pipeline import Stage
+from ddpobs_server.analysis.steps.rank_groups import RankGroup
 
 _UNKNOWN_CAUSE = (
     "look first for other processes on its host (top), then for longer inputs or more work on this rank, then for a "
@@ -76,15 +77,15 @@ _MAX_RANKS = 4
 """Maximum number of ranks in turn that are named with their figures."""
 
 
-def describe_slow_rank(slow: SlowRank, evidence: Evidence, stage: Stage | None) -> Finding:
-    """Return the finding; `stage` holds the compared replicas of a pipeline."""
+def describe_slow_rank(slow: SlowRank, evidence: Evidence, part: Stage | RankGroup | None) -> Finding:
+    """Return the finding; `part` holds the compared ranks of a pipeline or of a process group."""
     since = "" if slow.since_step is None else f" since step {slow.since_step}"
     bucket = slow.bucket
     return Finding(
         code="straggler",
         severity=slow.severity,
         verdict=f"Rank {slow.rank} {'was' if slow.is_over else 'is'} slow in {slow.phase}{since}",
-        measure=_measure(slow, evidence, stage),
+        measure=_measure(slow, evidence, part),
         when=_when(slow.intervals, slow.since_step),
         cause=_cause(slow),
         where=evidence.where([slow.rank], bucket.where if bucket else ""),
@@ -95,12 +96,12 @@ def describe_slow_rank(slow: SlowRank, evidence: Evidence, stage: Stage | None) 
         parameters=list(bucket.parameters) if bucket else [],
         phase=slow.phase,
         intervals=slow.intervals,
-        evidence=_facts(slow, evidence, stage),
+        evidence=_facts(slow, evidence, part),
         gain=slow.gain,
     )
 
 
-def _measure(slow: SlowRank, evidence: Evidence, stage: Stage | None) -> str:
+def _measure(slow: SlowRank, evidence: Evidence, part: Stage | RankGroup | None) -> str:
     """The delay, its share of a step, how often it occurs, and the time lost.
 
     Between two averages of the replicas lie several steps: a share of one would exceed what it is a share of.
@@ -112,8 +113,8 @@ def _measure(slow: SlowRank, evidence: Evidence, stage: Stage | None) -> str:
         words.append(f"({duration(phase_ns)} in {slow.phase})")
     if slow.without_queue:
         words.append("without time in the run queue")
-    if stage is not None:
-        words.append(f"over the other replicas of {stage.name}")
+    if part is not None:
+        words.append(f"over the other {part.members}")
     share = percent(slow.excess_ns / max(1, slow.step_ns))
     whole = "it" if slow.is_persistent else "a usual step"
     lost = waiting_text(slow.lost_ns, len(evidence.joined.ranks))
@@ -204,13 +205,13 @@ def _action(slow: SlowRank, evidence: Evidence) -> str:
     return f"{dump} there shows the line that waits. Look for a lock, a sleep, a read, or a copy to a device."
 
 
-def _facts(slow: SlowRank, evidence: Evidence, stage: Stage | None) -> SlowRankFacts:
+def _facts(slow: SlowRank, evidence: Evidence, part: Stage | RankGroup | None) -> SlowRankFacts:
     cause: Cause = slow.cause
     known = cause.name is not None
     return SlowRankFacts(
         kind="persistent" if slow.is_persistent else "intermittent",
         host=evidence.hosts.get(slow.rank),
-        stages=_stages(stage),
+        stages=_stages(part),
         since_step=slow.since_step,
         run_delay_left_out=slow.without_queue,
         steps_used=slow.steps_used,
@@ -236,12 +237,12 @@ def _facts(slow: SlowRank, evidence: Evidence, stage: Stage | None) -> SlowRankF
     )
 
 
-def _stages(stage: Stage | None) -> list[int] | None:
-    return None if stage is None else list(stage.held)
+def _stages(part: Stage | RankGroup | None) -> list[int] | None:
+    return list(part.held) if isinstance(part, Stage) else None
 
 
-def describe_in_turn(slow: SlowInTurn, evidence: Evidence, stage: Stage | None) -> Finding:
-    """Return the finding; `stage` holds the compared replicas of a pipeline."""
+def describe_in_turn(slow: SlowInTurn, evidence: Evidence, part: Stage | RankGroup | None) -> Finding:
+    """Return the finding; `part` holds the compared ranks of a pipeline or of a process group."""
     facts = slow.facts
     moves = isinstance(facts, MovingFacts)
     lost = f"{waiting_text(facts.lost_ns, len(evidence.joined.ranks))}, {percent(facts.lost_share)} of these steps"
@@ -252,13 +253,13 @@ def describe_in_turn(slow: SlowInTurn, evidence: Evidence, stage: Stage | None) 
         measure=f"{lost}, {_shares(facts)}" if isinstance(facts, MovingFacts) else f"{_turns(facts.turns)}; {lost}",
         when=format_intervals(slow.intervals),
         cause="not known, because counters are compared for one slow rank only",
-        where=evidence.where(slow.ranks, f"replicas of {stage.name}" if stage else ""),
+        where=evidence.where(slow.ranks, part.members if part else ""),
         remedy=_MOVING_REMEDY if moves else _TURNS_REMEDY,
         steps=slow.steps,
         ranks=slow.ranks,
         phase=slow.phase,
         intervals=slow.intervals,
-        evidence=replace(facts, stages=_stages(stage)),
+        evidence=replace(facts, stages=_stages(part)),
         gain=slow.gain,
     )
 

@@ -19,6 +19,7 @@ from ddpobs.whatif.repair import Slowdown
 from ddpobs.whatif.schedule import predicted_schedule_ns
 from ddpobs.wire.facts import PipelineFacts, facts_of
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
+from ddpobs_server.analysis.steps.rank_groups import RankGroup
 
 EVENT = "pipeline"
 """Kind of the event by which a rank reports its schedule."""
@@ -53,6 +54,11 @@ class Stage:
         """The stages in words: `stage 1`, or `stages 0 and 2`."""
         numbers = " and ".join(map(str, self.held))
         return f"stage {numbers}" if len(self.held) == 1 else f"stages {numbers}"
+
+    @property
+    def members(self) -> str:
+        """Its ranks in words."""
+        return f"replicas of {self.name}"
 
 
 def stages_of(events: Iterable[tuple[int, wire.Event]]) -> list[Stage]:
@@ -163,17 +169,17 @@ def _medians(steps: wire.Steps) -> dict[str, float]:
     return {name: float(np.median(values)) for name, values in columns.items()} | {"steps": len(steps)}
 
 
-def within_stages(joined: JoinedSteps, stages: Sequence[Stage]) -> JoinedSteps:
-    """Return the steps as if all stages computed equally long, so that only replicas of one stage differ.
+def within_parts(joined: JoinedSteps, parts: Sequence[Stage] | Sequence[RankGroup]) -> JoinedSteps:
+    """Return the steps as if all stages, or all process groups, computed equally long: only ranks of one part differ.
 
-    The stage's lower median is subtracted from each replica's own time, and that of all ranks is added. Without stages,
-    or if a rank is in none, the steps stay as they are.
+    The part's lower median is subtracted from each rank's own time, and that of all ranks is added. Without parts, or
+    if a rank is in none, the steps stay as they are.
     """
-    if not stages or not set(joined.ranks.tolist()) <= {rank for stage in stages for rank in stage.ranks}:
+    if not parts or not set(joined.ranks.tolist()) <= {rank for part in parts for rank in part.ranks}:
         return joined
     own_ns, phases_ns = joined.own_ns.copy(), joined.phases_ns.copy()
-    for stage in stages:
-        columns = np.flatnonzero(np.isin(joined.ranks, stage.ranks))
+    for part in parts:
+        columns = np.flatnonzero(np.isin(joined.ranks, part.ranks))
         if len(columns):
             own_ns[:, columns] -= _lower_median(joined.own_ns[:, columns])
             phases_ns[:, columns] -= _lower_median(joined.phases_ns[:, columns])
