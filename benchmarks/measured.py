@@ -345,13 +345,12 @@ def _paper(experiment: str, table: Callable[[dict[str, Any]], str]) -> str:
 
 
 def _claims() -> str:
-    measured = [newest(f"paper/{name}") for name in EXPERIMENTS if files(f"paper/{name}")]
-    rows = [row for results in measured for row in claims(results)] + losses.claims(
-        newest("paper/convergence")["found"]
-    )
-    return rows_of(
-        CLAIMS_HEAD, [[source.partition(":")[0], *cells] for source, *cells in rows]
-    )  # The page has the claims.
+    measured = {name: newest(f"paper/{name}") for name in EXPERIMENTS if files(f"paper/{name}")}
+    rows = {name: claims(results) for name, results in measured.items()}
+    rows["convergence"] = losses.claims(newest("paper/convergence")["found"])
+    # The page has the claims.
+    cells = [[row[0].partition(":")[0], name, *row[1:]] for name, each in rows.items() for row in each]
+    return rows_of([CLAIMS_HEAD[0], "NAME", *CLAIMS_HEAD[1:]], cells)
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -146,16 +146,18 @@ __all__ = [
     "synchronize",
 ]
 
+REPLACEMENTS = {
+    "callbacks": "it is Keras's; with torch, call broadcast_parameters, broadcast_optimizer_state and allreduce",
+    "wait": "Horovod never had it; call synchronize with the handle",
+    "AverageMeter": "Horovod never had it; average a metric with allreduce",
+}
+"""Names that texts about Horovod use and that do not exist here, with what to do."""
+
 
 def __getattr__(name: str) -> Any:
     """Return this module as `mpi_ops`, and name the replacement of the parts of Horovod that do not exist here."""
     if name == "mpi_ops":
         return sys.modules[__name__]
-    replacements = {
-        "callbacks": "it is Keras's; with torch, call broadcast_parameters, broadcast_optimizer_state and allreduce",
-        "wait": "Horovod never had it; call synchronize with the handle",
-        "AverageMeter": "Horovod never had it; average a metric with allreduce",
-    }
-    if name in replacements:
-        raise AttributeError(f"ddpobs.horovod has no {name}: {replacements[name]}")
+    if name in REPLACEMENTS:
+        raise AttributeError(f"ddpobs.horovod has no {name}: {REPLACEMENTS[name]}")
     raise AttributeError(f"module 'ddpobs.horovod' has no attribute {name!r}")

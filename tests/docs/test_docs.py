@@ -21,6 +21,7 @@ from typer.main import get_command
 
 import ddpobs.horovod
 from benchmarks import measured
+from benchmarks.paper.experiments import EXPERIMENTS
 from ddpobs import TelemetryConfig, cli, wire
 from ddpobs.recording.error_text import describe
 from tests.support.longest_files import FIRST
@@ -260,3 +261,13 @@ def test_links_into_another_document_name_one_of_its_headings() -> None:
             if anchor not in anchors:
                 missing.append(f"{document.name}: {path}#{anchor}")
     assert missing == []
+
+
+def test_the_page_on_horovod_has_the_names_that_do_not_exist() -> None:
+    page = (ROOT / "docs" / "horovod.md").read_text()
+    assert [name for name in ddpobs.horovod.REPLACEMENTS if not re.search(rf"`(hvd\.)?{name}`", page)] == []
+
+
+def test_each_figure_of_the_paper_has_the_name_of_its_command() -> None:
+    page = (ROOT / "docs" / "paper.md").read_text()
+    assert [name for name in EXPERIMENTS if f"| {name} |" not in page] == []
