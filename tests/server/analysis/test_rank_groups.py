@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ GROUPS = [(0, 2), (1, 3)]
 BACKWARD = wire.OWN_PHASES.index("backward")
 
 
-def hellos(groups: list[tuple[int, ...]]) -> dict[int, wire.Hello]:
+def hellos(groups: Sequence[tuple[int, ...]]) -> dict[int, wire.Hello]:
     """Identity of the ranks of these groups."""
     return {
         rank: wire.Hello(
