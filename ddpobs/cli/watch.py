@@ -17,6 +17,7 @@ from ddpobs.config import TelemetryConfig
 from ddpobs.errors import CollectorError
 from ddpobs.shared.words import LABEL_COLUMNS, finding_heading, finding_lines, labelled, shown_findings
 from ddpobs.wire import OWN_PHASES, printable
+from ddpobs.wire.endings import IMPORTED
 from ddpobs.wire.states import OVER
 
 if TYPE_CHECKING:
@@ -97,6 +98,11 @@ class _Look:
         return self
 
     @property
+    def is_over(self) -> bool:
+        """Whether nothing more is expected; a run of imported dumps hangs for ever."""
+        return self.state in OVER or IMPORTED in (self.run.get("hello") or {}).get("settings", {})
+
+    @property
     def line(self) -> str:
         """State, steps and worst finding."""
         worst = self.findings[0]["verdict"] if self.findings else self.summary
@@ -156,7 +162,7 @@ def _watch_live(refresh: Any, every_s: float) -> None:
         while True:
             look = refresh()
             live.update(look.screen(live.console.width), refresh=True)
-            if look.state in OVER:
+            if look.is_over:
                 return
             time.sleep(every_s)
 
@@ -168,6 +174,6 @@ def _watch_lines(refresh: Any, every_s: float) -> None:
         if look.line != printed:
             printed = look.line
             typer.echo(printed)
-        if look.state in OVER:
+        if look.is_over:
             return
         time.sleep(every_s)

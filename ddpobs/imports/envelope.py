@@ -10,9 +10,8 @@ from collections.abc import Mapping
 
 import ddpobs
 from ddpobs import wire
+from ddpobs.wire.endings import IMPORTED
 
-IMPORTED = "imported"
-"""Setting that names the format of an imported file."""
 _UNKNOWN = "unknown"
 
 

@@ -69,12 +69,17 @@ def time_of_day(ns: int) -> str:
 
 
 def time_range(began_ns: int, ended_ns: int) -> str:
-    """Two times and the time between: `23:10:53–23:11:45 UTC (52 s)`; with their dates if these differ."""
+    """Two times and the time between: `23:10:53–23:11:45 UTC (52 s)`; with their dates if these differ.
+
+    A moment has its date.
+    """
     took = f"({duration(max(0, ended_ns - began_ns))})"
     try:
         began, ended = (datetime.fromtimestamp(ns / 1e9, UTC) for ns in (began_ns, ended_ns))
     except (OverflowError, ValueError, OSError):
         return took
+    if began_ns == ended_ns:
+        return time_of_day(began_ns)
     if began.date() != ended.date():
         return f"{began:%Y-%m-%d %H:%M:%S} – {ended:%Y-%m-%d %H:%M:%S} UTC {took}"
     return f"{began:%H:%M:%S}–{ended:%H:%M:%S} UTC {took}"

@@ -7,6 +7,7 @@
 | `terminated` | got SIGTERM | `terminated` |
 | `interrupted` | got SIGINT, or raised KeyboardInterrupt | `interrupted` |
 | `failed` | ended by an error | `failed` |
+| `imported` | was recorded by others: `ddpobs import` made it of a file | none: its hello has the setting `imported` |
 
 The first cause decides: a run is interrupted if an interrupt came before any process failed or died. The others are its
 victims.
@@ -20,6 +21,8 @@ from ddpobs.wire.facts import EndFacts, facts_of
 from ddpobs.wire.schema import Event
 
 End = Literal["died", "finished", "terminated", "interrupted", "failed"]
+IMPORTED = "imported"
+"""The end of an imported process, and the setting that names the format of its file."""
 ENDS: dict[str, End] = {
     "died": "died",
     "goodbye": "finished",

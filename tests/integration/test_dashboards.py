@@ -218,6 +218,11 @@ def test_the_alert_about_the_slow_rank_reaches_a_receiver_through_alertmanager(
     assert f"Run {RUN}: rank {SLOW_RANK} is slow in backward" in alerts[0]["annotations"]["summary"]
     assert alerts[0]["annotations"]["runbook_url"] == "https://ddpobs.example/help/straggler"
     assert alerts[0]["annotations"]["dashboard_url"] == f"/d/ddpobs-ranks?var-run={RUN}"
+    description = alerts[0]["annotations"]["description"]
+    parts = dict(line.split(": ", 1) for line in description.splitlines()[1:])
+    assert list(parts) == ["cause", "where", "do", "saves"], description
+    assert parts["cause"] != "not known to Prometheus"
+    assert parts["do"].startswith(f"Rank {SLOW_RANK} on ")
 
 
 def is_about_the_slow_rank(labels: Any) -> bool:

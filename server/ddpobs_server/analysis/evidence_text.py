@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from ddpobs_server.analysis.finding import Facts
 
 _MAX_VALUES = 8
-_STATED = ("kind", "host", "module", "cause", "cause_unknown", "not_known_because", "device", "thread", "titles")
+_STATED = (
+    *("kind", "host", "module", "cause", "reason", "cause_unknown", "not_known_because"),
+    *("device", "thread", "titles"),
+)
 _TEXTS = ("stacks", "threads", "traceback", "output", "places", "message")
 _SHARES = ("_share", "_ratio", "efficiency", "goodput", "chance")
 

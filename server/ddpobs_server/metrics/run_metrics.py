@@ -27,7 +27,7 @@ from ddpobs_server.metrics.metric import (
     histogram,
 )
 from ddpobs_server.metrics.run_totals import RunTotals, totals_by_run
-from ddpobs_server.reports.outline import PLACE_CHARACTERS, DiagnosisOutline, FindingOutline
+from ddpobs_server.reports.outline import PLACE_CHARACTERS, STRAGGLER, DiagnosisOutline, Explanation, FindingOutline
 from ddpobs_server.store import Aggregates, Run
 from ddpobs_server.store.schema import STEP_BOUNDS_S
 
@@ -122,15 +122,30 @@ def _gains(present: Present) -> _Rows:
 
 
 def _failures(present: Present) -> _Rows:
-    """Labels of each finding that has an explanation, once."""
-    findings = present.diagnosis.findings if present.diagnosis else ()
-    rows = dict.fromkeys(_explained(finding) for finding in findings if finding.explanation)
+    """Labels of each crash, of a lost run, and of ranks that train apart, once."""
+    rows = dict.fromkeys(
+        (cause, finding.code, finding.ranks, remedy, finding.severity, escape(finding.verdict), when, where)
+        for finding, (cause, where, remedy, when) in _explained(present)
+        if finding.code != STRAGGLER
+    )
     yield from ((*labels, 1) for labels in rows)
 
 
-def _explained(finding: FindingOutline) -> tuple[str, ...]:
-    cause, where, remedy = (escape(part, _EXPLANATION_CHARACTERS) for part in finding.explanation)
-    return cause, finding.code, finding.ranks, remedy, finding.severity, escape(finding.verdict), where
+def _slow_ranks(present: Present) -> _Rows:
+    """Labels of each finding about slow ranks, once."""
+    rows = dict.fromkeys(
+        (cause, finding.phase, finding.ranks, remedy, finding.severity, where)
+        for finding, (cause, where, remedy, _) in _explained(present)
+        if finding.code == STRAGGLER
+    )
+    yield from ((*labels, 1) for labels in rows)
+
+
+def _explained(present: Present) -> Iterator[tuple[FindingOutline, Explanation]]:
+    """The findings with an explanation, each with its texts as labels."""
+    for finding in present.diagnosis.findings if present.diagnosis else ():
+        if finding.explanation is not None:
+            yield finding, Explanation(*(escape(part, _EXPLANATION_CHARACTERS) for part in finding.explanation))
 
 
 def _goodput(present: Present) -> _Rows:
@@ -245,9 +260,15 @@ PRESENT: tuple[Metric[Present], ...] = (
     ),
     gauge(
         "failure_info",
-        "1; a crash, a lost run, or ranks that train apart, with cause, place and remedy as labels.",
-        ("cause", "code", "ranks", "remedy", "severity", "title", "where"),
+        "1; a crash, a lost run, or ranks that train apart, with cause, time, place and remedy as labels.",
+        ("cause", "code", "ranks", "remedy", "severity", "title", "when", "where"),
         _failures,
+    ),
+    gauge(
+        "straggler_info",
+        "1; slow ranks, with cause, place and remedy as labels.",
+        ("cause", "phase", "ranks", "remedy", "severity", "where"),
+        _slow_ranks,
     ),
     gauge("goodput_ratio", "Time in steps that no restart repeated, as a share of the run's wall time.", (), _goodput),
     gauge("time_share_ratio", "Share of a group of the account in the run's wall time.", ("group",), _time_shares),

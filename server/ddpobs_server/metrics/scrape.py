@@ -39,7 +39,7 @@ class Scrape(NamedTuple):
 
 
 class RunRenderer:
-    """Renders the active runs; a finished or quiet run has no series.
+    """Renders the active runs; a finished, quiet or imported run has no series.
 
     Args:
         settings: `quiet_after_s`.
@@ -66,7 +66,8 @@ class RunRenderer:
         with self._reports.undisturbed():
             # The wall clock may be set back, so a run may have been seen in the future.
             runs, fresh = self._read((now_ns - quiet_ns, now_ns + quiet_ns), workspace)
-        active = [run for run in runs if not run.is_over or abs(now_ns - run.last_seen_ns) < LAST_SCRAPES_NS]
+        current = [run for run in runs if not run.is_over or abs(now_ns - run.last_seen_ns) < LAST_SCRAPES_NS]
+        active = [run for run in current if not run.imported]
         families = self._keep(active, fresh)
         fitting = _fitting(active, families)
         diagnostics = self._reports.recent_diagnostics(fitting)

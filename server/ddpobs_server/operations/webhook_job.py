@@ -80,7 +80,8 @@ class WebhookJob:
         quiet_ns = int(self._settings.quiet_after_s * 1e9)
         present: dict[NotificationKey, float] = {}
         for workspace in self._store.runs_by_workspace():
-            runs = self._store.active_runs(now_ns - quiet_ns, now_ns + quiet_ns, workspace)
+            active = self._store.active_runs(now_ns - quiet_ns, now_ns + quiet_ns, workspace)
+            runs = [run for run in active if not run.imported]
             for run, outline in zip(runs, self._reports.recent_diagnostics(runs), strict=True):
                 with self._reports.faults.contained("webhook", run.run):
                     keys = self._severe_enough(run, outline)

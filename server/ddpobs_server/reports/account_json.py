@@ -9,6 +9,7 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs.shared.words import own_cost_text
+from ddpobs.wire.endings import IMPORTED
 from ddpobs_server.analysis.account.parts import GROUP_TITLES, PARTS, TITLES, group_of, is_lost, is_productive
 from ddpobs_server.analysis.account.rank_account import Process
 from ddpobs_server.analysis.account.run_account import AttemptAccount, Launch, Total, account_of
@@ -36,7 +37,7 @@ def processes_of(sources: Sequence[Source]) -> list[Process]:
             account=source.account,
             wall_offset_ns=source.anchor.wall_ns - source.anchor.monotonic_ns,
             stuck_ns=source.stuck_ns,
-            failed=source.ended not in {"", "finished", "interrupted"},
+            failed=source.ended not in {"", "finished", "interrupted", IMPORTED},
             reason="" if source.account else _NO_ACCOUNT,
             host=source.hello.host if source.hello else "",
         )
@@ -98,7 +99,7 @@ def has_few_steps(sources: Sequence[Source]) -> bool:
 def _launch_of(attempt: Attempt, sources: Sequence[Source], measured_ns: Mapping[int, float]) -> Launch:
     """Return an attempt as the account's input; `measured_ns` is of its steps, where they were read."""
     by_ranks_ns = {s.rank: s.moving_ns_a_step for s in sources if s.moving_ns_a_step is not None}
-    ranks = {source.rank for source in sources if source.ended == "finished"}
+    ranks = {source.rank for source in sources if source.ended in ("finished", IMPORTED)}
     world_size = world_size_of(list(sources))
     is_completed = len(ranks) == world_size
     return Launch(

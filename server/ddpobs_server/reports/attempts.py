@@ -73,7 +73,7 @@ def attempt_outcomes(store: Store, run: Run, state: RunState, hang: str) -> list
                 reason=_reason(outcome, first, hang if summary.attempt == run.attempt else ""),
                 first_rank=first.rank if first and not first.is_of_command else None,
                 began_ns=min(summary.first_seen_ns, begins.get(summary.attempt, summary.first_seen_ns)),
-                ended_ns=None if outcome in _OPEN else summary.last_seen_ns,
+                ended_ns=None if outcome in _OPEN and not summary.is_over else summary.last_seen_ns,
                 world_size=summary.world_size,
                 ranks=summary.ranks,
                 steps=summary.steps,
@@ -89,6 +89,8 @@ def _outcome(summary: AttemptSummary, state: RunState | None) -> Outcome:
         summary: Its sums.
         state: The run's state if the attempt is the latest, else None.
     """
+    if state == "hung":  # Of imported dumps, too, which have ended.
+        return "hung"
     if summary.interrupted:
         return "interrupted"
     if summary.failed:

@@ -7,6 +7,7 @@ nothing shows whether the ranks still wait or were killed: the verdict of the la
 from __future__ import annotations
 
 from ddpobs.shared.silence import PULSE_SILENCE_NS
+from ddpobs.wire.endings import IMPORTED
 from ddpobs_server.store import Source
 
 _AFTER_LAST_NS = 5 * 10**9
@@ -18,6 +19,7 @@ _ENDS = {
     "finished": "finished",
     "terminated": "finished",
     "interrupted": "interrupted",
+    IMPORTED: "finished",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpobs.shared.words import shown_findings
 
@@ -13,8 +13,24 @@ MAX_FINDINGS = 10
 """Findings of a run that are kept one by one: the most severe ones."""
 PLACE_CHARACTERS, _MAX_RANKS = 160, 8
 """Longest place, and maximum ranks, in a text."""
-EXPLAINED = ("crash", "lost", "replicas-differ")
-"""Codes whose cause, place and remedy are kept: they stay the same from look to look, as a label must."""
+FAILURES, STRAGGLER = ("crash", "lost", "replicas-differ"), "straggler"
+"""Codes whose explanation is kept for labels."""
+
+
+class Explanation(NamedTuple):
+    """Why, where and when, and what to do: texts that stay the same from look to look, as a label must.
+
+    Attributes:
+        cause: Its cause, without figures that change; `not known, because …` if the data do not show it.
+        where: Host, process and bucket.
+        remedy: What to do.
+        when: The time of a crash; else empty.
+    """
+
+    cause: str
+    where: str
+    remedy: str
+    when: str
 
 
 @dataclass(frozen=True)
@@ -28,7 +44,7 @@ class FindingOutline:
         phase: Its phase; empty for none.
         ranks: Its ranks as a text, such as `0, 2 and 7 more`.
         gain: The predicted saving, as in a response; None if it is not known.
-        explanation: Its cause, where it is, and its remedy, of a code in `EXPLAINED`; else empty.
+        explanation: Of a failure or a slow rank; None for any other.
     """
 
     code: str
@@ -37,7 +53,7 @@ class FindingOutline:
     phase: str
     ranks: str
     gain: Any
-    explanation: tuple[str, ...]
+    explanation: Explanation | None
 
 
 @dataclass(frozen=True)
@@ -89,8 +105,15 @@ class DiagnosisOutline:
 def _finding(finding: Mapping[str, Any]) -> FindingOutline:
     code, verdict, severity = finding["code"], finding["verdict"], finding["severity"]
     phase, ranks = finding["phase"] or "", _rank_list(finding)
-    explanation = tuple(finding[part] for part in ("cause", "where", "remedy")) if code in EXPLAINED else ()
-    return FindingOutline(code, verdict, severity, phase, ranks, finding["gain"], explanation)
+    return FindingOutline(code, verdict, severity, phase, ranks, finding["gain"], _explanation(finding))
+
+
+def _explanation(finding: Mapping[str, Any]) -> Explanation | None:
+    code = finding["code"]
+    if code not in (*FAILURES, STRAGGLER):
+        return None
+    cause = finding["evidence"].get("reason") or finding["cause"]
+    return Explanation(cause, finding["where"], finding["remedy"], finding["when"] if code == "crash" else "")
 
 
 def _hang(findings: Any) -> tuple[str, str, str, str] | None:

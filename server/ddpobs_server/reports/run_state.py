@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ddpobs.wire.endings import IMPORTED
 from ddpobs.wire.states import RankState, RunState
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Run, RunVersion, Source
@@ -28,9 +29,9 @@ def state_of_run(run: Run, settings: Settings, now_ns: int) -> RunState:
     |---|---|
     | `interrupted` | a rank was interrupted, and none failed or died before |
     | `failed` | a rank failed or died, or all ranks have ended and some were terminated |
-    | `finished` | all ranks sent a goodbye |
+    | `finished` | all ranks sent a goodbye, or were imported and are not stuck |
     | `lost` | no pulse arrives |
-    | `hung` | a rank is stuck, and no rank goes on |
+    | `hung` | a rank is stuck, also in imported dumps, and no rank goes on |
     | `stalled` | no step arrives |
     | `running` | else |
     """
@@ -38,9 +39,9 @@ def state_of_run(run: Run, settings: Settings, now_ns: int) -> RunState:
         return "interrupted"
     if run.has_failed:
         return "failed"
-    if run.is_over:
+    if run.is_over and not run.hangs:
         return "finished"
-    if _is_silent(run.last_seen_ns, settings.lost_after_s, now_ns):
+    if not run.is_over and _is_silent(run.last_seen_ns, settings.lost_after_s, now_ns):
         return "lost"
     if run.hangs:
         return "hung"
@@ -57,12 +58,17 @@ def is_lost(sources: Sequence[Source], settings: Settings, now_ns: int) -> bool:
 
 
 def state_of_rank(source: Source, settings: Settings, now_ns: int) -> RankState:
-    """Return the first state that applies: as it ended, `lost` without pulses, `hung` if stuck, `running`."""
+    """Return the first state that applies: as it ended, `lost` without pulses, `hung` if stuck, `running`.
+
+    Imported dumps do not show an end: their ranks have the state at the time of the dump.
+    """
     if source.ended in ("finished", "interrupted"):
         return "finished" if source.ended == "finished" else "interrupted"
-    if source.ended:
+    if source.ended == IMPORTED and source.goodbye:
+        return "finished"
+    if source.ended not in ("", IMPORTED):
         return "failed"
-    if _is_silent(source.last_seen_ns, settings.lost_after_s, now_ns):
+    if not source.ended and _is_silent(source.last_seen_ns, settings.lost_after_s, now_ns):
         return "lost"
     return "hung" if source.stuck_ns else "running"
 

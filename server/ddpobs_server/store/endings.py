@@ -2,7 +2,8 @@
 
 `ended` is an end of `ddpobs.wire.endings`, or empty while the source runs. `ended_ns` is its time on the source's wall
 clock. A batch may arrive late from a spool, so an end replaces only the weaker ones of the source. A source that trains
-again after an interrupt has no end any more, and `ended_ns` is the time at which it went on.
+again after an interrupt has no end any more, and `ended_ns` is the time at which it went on. An imported source has
+ended with its first batch: it is never silent.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ from sqlalchemy import Connection, case, func, literal_column, or_, update
 
 from ddpobs import wire
 from ddpobs.shared.judged_rank import JudgedRank
-from ddpobs.wire.endings import ENDS, RESUMED, delay_ns, end_of_event
+from ddpobs.wire.endings import ENDS, IMPORTED, RESUMED, delay_ns, end_of_event
 from ddpobs.wire.facts import EndFacts, facts_of
 from ddpobs_server.store import schema
 
 _s = schema.sources.c
-_WEIGHTS: dict[str, int] = {end: weight for weight, end in enumerate(ENDS.values(), start=1)}
+_WEIGHTS: dict[str, int] = {end: weight for weight, end in enumerate([*ENDS.values(), IMPORTED], start=1)}
 FAILURES = ("failed", "died")
 _LATEST_NS = 2**62
 
 
 def end_of(batch: wire.Batch) -> tuple[str, int]:
     """How the batch's source ended, and when; empty and 0 if the batch has no such event."""
+    if batch.hello is not None and IMPORTED in batch.hello.settings:
+        return IMPORTED, _within(batch.anchor.wall_ns)
     ended, ended_ns = "", 0
     for event in batch.events:
         if dead_source(batch, event) is not None:
@@ -42,7 +45,11 @@ def end_of(batch: wire.Batch) -> tuple[str, int]:
 def _moment_ns(batch: wire.Batch, event: wire.Event) -> int:
     """Wall-clock time at which an event counts."""
     anchor = batch.anchor
-    return min(max(1, anchor.wall_ns + event.at_ns - anchor.monotonic_ns + delay_ns(event)), _LATEST_NS)
+    return _within(anchor.wall_ns + event.at_ns - anchor.monotonic_ns + delay_ns(event))
+
+
+def _within(at_ns: int) -> int:
+    return min(max(1, at_ns), _LATEST_NS)
 
 
 def stuck_ns(batch: wire.Batch) -> int:

@@ -31,9 +31,9 @@ class Run:
     """A run, and the sums over the sources of its latest attempt. Times are this collector's wall clock, in ns.
 
     `run` is the key in the store: the name, after `WORKSPACE/` outside the default workspace. The last counts are of
-    sources: that ended in any way, that failed or died, that were terminated, that were interrupted before any failed;
-    of the others those that are stuck, and those that are neither stuck nor silent. `tags` and `note` are None until a
-    person sets them.
+    sources: that ended in any way, that failed or died, that were terminated, that were interrupted before any failed,
+    that were imported; of these and of those that run, the stuck ones; and those that are neither stuck nor silent.
+    `tags` and `note` are None until a person sets them.
     """
 
     run: str
@@ -51,6 +51,7 @@ class Run:
     failed: int = 0
     terminated: int = 0
     interrupted: int = 0
+    imported: int = 0
     stuck: int = 0
     moving: int = 0
     tags: tuple[str, ...] | None = None

@@ -11,7 +11,14 @@ from ddpobs_server.analysis.finding import Gain, Interval, how_often
 from ddpobs_server.analysis.slow_ranks.describe import describe_in_turn, describe_slow_rank
 from ddpobs_server.analysis.slow_ranks.facts import RankTurn, SlowRankFacts, TakingTurnsFacts
 from ddpobs_server.analysis.slow_ranks.lateness import largest_phases
-from ddpobs_server.analysis.slow_ranks.slow_rank import Cause, LateBucket, SlowInTurn, SlowRank
+from ddpobs_server.analysis.slow_ranks.slow_rank import (
+    BusyThread,
+    Cause,
+    DeviceClock,
+    LateBucket,
+    SlowInTurn,
+    SlowRank,
+)
 
 from ddpobs import wire
 from tests.support.analysis.judged import facts_of
@@ -90,6 +97,23 @@ def test_a_cause_that_is_not_known_is_stated_with_its_reason(evidence: Evidence)
     assert finding.cause.startswith("not known, because the processor time of rank 2 or of the others is not recorded")
     finding = describe_slow_rank(replace(SLOW, cause=Cause()), evidence, None)
     assert finding.cause == "not known, because the counters of its late steps are no longer examined"
+
+
+WORK = Cause("own-work", parts_ns={"own-work": 30.0 * MS}, counter_excess={"running_ns": 30.0 * MS})
+REASONS = {
+    "preempted by other processes": SLOW.cause,
+    "throttled: its device's clock is lower than the others'": replace(WORK, device=DeviceClock(300, 1410.0, ())),
+    "its thread writer shares the interpreter lock with training": replace(WORK, thread=BusyThread("writer", 0.7)),
+    "more work of its own": WORK,
+    "its own code waits for data or a lock, or sleeps": replace(WORK, blocked_ns=40.0 * MS),
+    "not known, because the counters of its late steps are no longer examined": Cause(),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_the_reason_for_labels_is_the_cause_without_its_figures(reason: str, evidence: Evidence) -> None:
+    facts = facts_of(SlowRankFacts, describe_slow_rank(replace(SLOW, cause=REASONS[reason]), evidence, None))
+    assert facts.reason == reason
 
 
 @pytest.mark.parametrize(("gain", "is_stated"), [(0.09, True), (0.11, False)])

@@ -66,6 +66,11 @@ def finding(code: str, ranks: list[int], gain: float | None) -> dict[str, Any]:
         "severity": "warning",
         "ranks": ranks,
         "phase": "backward" if ranks else None,
+        "cause": "",
+        "where": "",
+        "when": "",
+        "remedy": "",
+        "evidence": {},
         "gain": gain and {"ratio": gain},
     }
 
@@ -85,16 +90,28 @@ def test_the_most_severe_findings_have_a_series_each_with_rank_phase_and_gain() 
     assert len(lines) == 9  # Of the ten that are considered, two have the same labels.
 
 
-def test_a_crash_has_its_cause_place_and_remedy_as_labels_and_a_straggler_has_none() -> None:
-    parts = {"cause": 'ValueError: "x"', "where": "host n1", "remedy": "Correct the error."}
-    findings = [finding("crash", [1], None) | parts, finding("straggler", [1], 0.2) | parts]
+def test_a_crash_and_a_straggler_have_their_cause_place_and_remedy_as_labels() -> None:
+    parts: dict[str, Any] = {"cause": 'ValueError: "x"', "where": "host n1", "remedy": "Correct the error."}
+    findings = [finding("crash", [1], None) | parts | {"when": "2026-11-28 23:10:53 UTC"}]
+    parts = {
+        "cause": "paging (96 % of the delay)",
+        "where": "host n2",
+        "remedy": "More memory.",
+        "when": "steps 1 to 9",
+    }
+    findings.append(finding("straggler", [2], 0.2) | parts | {"evidence": {"reason": "paging"}})
     run = Mock()
     run.name = "r"
     unknown: dict[str, Any] = {"missing": [], "verdict": "", "summary": "", "goodput": None, "time_shares": {}}
     diagnosis = DiagnosisOutline.of({"findings": findings} | unknown)
     labels = 'cause="ValueError: \\"x\\"",code="crash",ranks="1",remedy="Correct the error.",run="r"'
-    labels += ',severity="warning",title="crash: 50 %",where="host n1"'
-    assert render_present(run, "failed", diagnosis)["failure_info"].decode() == f"ddpobs_failure_info{{{labels}}} 1\n"
+    labels += ',severity="warning",title="crash: 50 %",when="2026-11-28 23:10:53 UTC",where="host n1"'
+    rendered = render_present(run, "failed", diagnosis)
+    assert rendered["failure_info"].decode() == f"ddpobs_failure_info{{{labels}}} 1\n"
+    labels = (
+        'cause="paging",phase="backward",ranks="2",remedy="More memory.",run="r",severity="warning",where="host n2"'
+    )
+    assert rendered["straggler_info"].decode() == f"ddpobs_straggler_info{{{labels}}} 1\n"
 
 
 def test_the_addresses_of_page_and_grafana_are_labels(tmp_path: Path) -> None:

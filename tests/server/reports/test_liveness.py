@@ -109,7 +109,7 @@ def test_a_run_whose_ranks_all_fall_silent_is_lost_until_one_sends_again(store: 
     assert (finding["severity"], finding["ranks"]) == ("warning", [0, 1])
     assert finding["where"] == "ranks 0 and 1 in backward of step 7"
     explained = DiagnosisOutline.of(reports.diagnostics("run", ATTEMPT)).findings[0]
-    assert explained.explanation == (finding["cause"], finding["where"], finding["remedy"])
+    assert explained.explanation == (finding["cause"], finding["where"], finding["remedy"], "")
     assert not any("no rank sends" in reason for reason in reports.diagnostics("run", ATTEMPT)["missing"])
     arrive(store, 32, 1, 0, pulse=pulse("code", 1))
     assert lost(reports) == []

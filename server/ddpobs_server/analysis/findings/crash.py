@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from ddpobs import wire
 from ddpobs.shared.hang_verdict import Hang
-from ddpobs.shared.quantities import time_range
+from ddpobs.shared.quantities import time_of_day, time_range
 from ddpobs.shared.words import bucket_title, format_ranks
 from ddpobs_server.analysis.causes.rank_ends import End, ends_of
 from ddpobs_server.analysis.causes.waited_for import bucket_of, bucket_parameters, hang_at, shown_ranks, waited_for
@@ -94,6 +94,7 @@ def crash(evidence: Evidence) -> Judgement:
             severity="critical",
             verdict=f"Rank {first.rank} {_end(first)} {first.place}",
             measure="; ".join(filter(None, (same, f"{format_ranks(victims)} failed because of it" if victims else ""))),
+            when=_when(first),
             cause=_cause(first),
             where=evidence.where([first.rank], _bucket(evidence, module, bucket), outside, first.caller),
             remedy=_REPEATED
@@ -104,6 +105,7 @@ def crash(evidence: Evidence) -> Judgement:
             buckets=[bucket] if bucket != wire.UNKNOWN else [],
             phase=first.facts.phase if first.facts.phase in wire.PHASES else None,
             evidence=facts,
+            intervals=_moment(first),
         )
     ]
 
@@ -123,11 +125,13 @@ def _of_command(evidence: Evidence, ends: list[End]) -> Finding:
         severity="critical",
         verdict=f"The {first.of_command}",
         measure=first.of_shell,
+        when=_when(first),
         cause=cause,
         where=f"host {host}" if host else "",
         remedy="Read the last lines of its output." if first.facts.output else _COMMAND,
         steps=(0, 0),
         evidence=_facts(evidence, first, [], ends),
+        intervals=_moment(first),
     )
 
 
@@ -164,7 +168,7 @@ def _gave_up(evidence: Evidence, ends: list[End], hang: Hang) -> Finding:
         severity="critical",
         verdict=f"Rank {first.rank} ended in step {first.step}, waiting for {_few(awaited)}",
         measure=first.error if first.kind == "failed" else first.reason,
-        when=time_range(began_ns, first.wall_ns) if is_long else "",
+        when=time_range(began_ns, first.wall_ns) if is_long else _when(first),
         cause=hang.cause,
         where=evidence.where(awaited, hang.where),
         remedy=hang.remedy,
@@ -173,8 +177,19 @@ def _gave_up(evidence: Evidence, ends: list[End], hang: Hang) -> Finding:
         buckets=[hang.bucket] if in_bucket else [],
         parameters=list(bucket_parameters(evidence, hang.module, hang.bucket)) if in_bucket else [],
         evidence=facts,
-        intervals=(Interval(first.step, first.step, began_ns, first.wall_ns),) if is_long else (),
+        intervals=(Interval(first.step, first.step, began_ns, first.wall_ns),) if is_long else _moment(first),
     )
+
+
+def _when(end: End) -> str:
+    """The time of the end on the rank's wall clock; empty if it is not known."""
+    return time_of_day(end.wall_ns) if end.wall_ns else ""
+
+
+def _moment(end: End) -> tuple[Interval, ...]:
+    """The end as an interval without length: its step has no row from which a time could be read."""
+    step = max(0, end.step)
+    return (Interval(step, step, end.wall_ns, end.wall_ns),) if end.wall_ns else ()
 
 
 def _few(ranks: list[int]) -> str:

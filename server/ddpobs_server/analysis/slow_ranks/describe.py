@@ -41,6 +41,11 @@ _CAUSES = {
     "paging": "paging: its memory is read from the disk",
     "collecting-garbage": "collecting garbage",
 }
+_WORK = {
+    "queued": "more work of its own on a busy processor",
+    "runs": "more work of its own",
+    "waits": "its own code waits for data or a lock, or sleeps",
+}
 _CAUSE_REMEDIES = {
     "preempted": (
         "give it processors of its own: move other programs off its host, start fewer loader workers and "
@@ -134,8 +139,6 @@ def _when(intervals: Sequence[Interval], since_step: int | None) -> str:
 
 def _cause(slow: SlowRank) -> str:
     cause = slow.cause
-    if cause.name is None:
-        return f"not known, because {_unknown(slow)}"
     if cause.device is not None:
         return f"throttled: {_clock(cause.device)}"
     if cause.name in _CAUSES:
@@ -143,19 +146,39 @@ def _cause(slow: SlowRank) -> str:
     if cause.thread is not None:
         runs = f"its thread {cause.thread.name} runs for {percent(cause.thread.running_share)} of the time"
         return f"{runs}, and shares the interpreter lock with training"
-    return _own_work(slow)
+    return _reason(slow) if cause.name is None else _own_work(slow)
+
+
+def _reason(slow: SlowRank) -> str:
+    """The cause without its figures: they differ from look to look, as the text of a metric's label must not."""
+    cause = slow.cause
+    if cause.name is None:
+        return f"not known, because {_unknown(slow)}"
+    if cause.device is not None:
+        return "throttled: its device's clock is lower than the others'"
+    if cause.thread is not None:
+        return f"its thread {cause.thread.name} shares the interpreter lock with training"
+    return _CAUSES.get(cause.name) or _WORK[_kind_of_work(cause)]
+
+
+def _kind_of_work(cause: Cause) -> str:
+    """What a rank does for longer than the others: it runs `queued` on a busy processor, it `runs`, or it `waits`."""
+    running_ns, queue_ns = (cause.counter_excess.get(name, 0.0) for name in ("running_ns", "run_delay_ns"))
+    if queue_ns >= _QUEUED_SHARE * sum(cause.parts_ns.values()) > 0:
+        return "queued"
+    return "runs" if running_ns >= cause.blocked_ns else "waits"
 
 
 def _own_work(slow: SlowRank) -> str:
     """What the rank does for longer than the others, as its counters show it."""
-    cause, delay_ns = slow.cause, sum(slow.cause.parts_ns.values())
+    cause, kind = slow.cause, _kind_of_work(slow.cause)
     running_ns, queue_ns = (cause.counter_excess.get(name, 0.0) for name in ("running_ns", "run_delay_ns"))
     unknown = f" ({', '.join(cause.not_recorded)} not recorded)" if cause.not_recorded else ""
-    if queue_ns >= _QUEUED_SHARE * delay_ns > 0:
+    if kind == "queued":
         queued = f"it runs {duration(max(0.0, running_ns))} longer, and waits {duration(queue_ns)} for it"
-        return f"more work of its own on a busy processor: {queued}{unknown}"
-    if running_ns >= cause.blocked_ns:
-        return f"more work of its own: it runs {duration(running_ns)} longer on a processor{unknown}"
+        return f"{_WORK[kind]}: {queued}{unknown}"
+    if kind == "runs":
+        return f"{_WORK[kind]}: it runs {duration(running_ns)} longer on a processor{unknown}"
     return f"its own code waits {duration(cause.blocked_ns)}, for data or a lock, or sleeps{unknown}"
 
 
@@ -226,6 +249,7 @@ def _facts(slow: SlowRank, evidence: Evidence, part: Stage | RankGroup | None) -
         own_ns=slow.own_ns or None,
         module=slow.bucket.module if slow.bucket else None,
         cause=cause.name,
+        reason=_reason(slow),
         cause_unknown=None if known else _unknown(slow),
         cause_share=None if cause.share is None else round(cause.share, 4),
         cause_ns={name: round(ns) for name, ns in cause.parts_ns.items()} if known else None,

@@ -30,6 +30,7 @@ class SlowRankFacts(Facts):
         own_ns: Median own time by rank; None for a stretch.
         module: Number of the module of the late bucket; None if no bucket is late.
         cause: `preempted`, `throttled`, `paging`, `collecting-garbage` or `own-work`; None if it is not known.
+        reason: The cause in words, without figures.
         cause_unknown: Why the cause is not known; None if it is.
         cause_share: Share of the delay that the cause explains; None if no counter shows it.
         cause_ns: Delay by cause; None if the cause is not known.
@@ -57,6 +58,7 @@ class SlowRankFacts(Facts):
     own_ns: dict[str, int] | None
     module: int | None
     cause: str | None
+    reason: str
     cause_unknown: str | None
     cause_share: float | None
     cause_ns: dict[str, int] | None

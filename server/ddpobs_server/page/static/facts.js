@@ -58,8 +58,9 @@ function rankRow(row, index, isMarked, layouts, select) {
   return element("tr", marks, number(button), ...place, ...counts, now, number(String(row.dropped)));
 }
 
-function activity({ state, goodbye, pulse, last_seen_ns }, layouts) {
+function activity({ state, goodbye, ended, pulse, last_seen_ns }, layouts) {
   if (goodbye) return "finished";
+  if (ended === "imported") return pulse?.waits_in ? `waits in ${pulse.waits_in} (${pulse.place})` : "in no collective";
   if (state === "failed" || state === "interrupted") return `${state} (${ago(last_seen_ns)})`;
   if (!pulse) return ago(last_seen_ns);
   // The bucket is null before the first launch.

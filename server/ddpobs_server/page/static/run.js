@@ -11,7 +11,7 @@ import { refresh, runOnce } from "./refresh.js";
 import { rove } from "./roving.js";
 import { buildFigures, drawFigures, markSelection } from "./run_figures.js";
 import { fillForm, followButtons, followForm, offerBuckets, showLabels, showWrong } from "./run_form.js";
-import { address, hasSteps, isOrdinal, selectedAttempt, state } from "./run_state.js";
+import { address, hasSteps, isLive, isOrdinal, selectedAttempt, state } from "./run_state.js";
 import { followWhatif, showWhatif, whatifLegend } from "./whatif.js";
 import { changed, findingKeys, ofFinding, read, write } from "./selection.js";
 
@@ -85,7 +85,8 @@ async function show() {
   if (now !== state.seen) await showWhatif();
   state.seen = now;
   fillForm(choose);
-  return shownAttempt?.attempt === details.attempt ? REFRESH_S[details.state] : false;
+  if (shownAttempt?.attempt !== details.attempt) return false;
+  return isLive() ? LIVE_REFRESH_S : (REFRESH_S[details.state] ?? false);
 }
 
 // At the first load: the figures, the buckets of the form, and the selection of a link that names only a finding.

@@ -6,11 +6,10 @@ import { capital, showBucket, showRanks } from "./facts.js";
 import { chooseOther, editLabels, labelsOf } from "./labels.js";
 import { runOnce } from "./refresh.js";
 import { shown } from "./run_figures.js";
-import { address, state } from "./run_state.js";
+import { address, isLive, state } from "./run_state.js";
 import { isEmpty, markedRanks, stepRange } from "./selection.js";
 import { offerTrace } from "./trace.js";
 
-const LIVE = ["running", "stalled", "hung"];
 const MAX_TRACE_STEPS = 50;
 const COPIED_MS = 2000;
 const filled = { ranks: null, key: null }; // What the table of ranks shows.
@@ -49,11 +48,6 @@ function fillRanks(select) {
   Object.assign(filled, { ranks, key });
   const isShown = new Set(drawn);
   showRanks(drawn ? ranks.filter(({ rank }) => isShown.has(rank)) : ranks, marked, state.layouts, select);
-}
-
-function isLive() {
-  const { details, shownAttempt } = state;
-  return details && LIVE.includes(details.state) && (!shownAttempt || shownAttempt.attempt === details.attempt);
 }
 
 export function offerBuckets(titles, noun = "bucket") {

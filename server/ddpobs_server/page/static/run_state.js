@@ -2,6 +2,7 @@
 
 import { read } from "./selection.js";
 
+const LIVE = ["running", "stalled", "hung"];
 const run = decodeURIComponent(location.pathname.split("/").at(-1));
 
 export const state = {
@@ -31,6 +32,13 @@ export function address(name, query = "") {
 // Whether the shown attempt has a step, or one is selected, of which there may be spans: else there is nothing to draw.
 export function hasSteps() {
   return (state.shownAttempt ?? state.details).steps > 0 || Boolean(state.selection.step);
+}
+
+// Whether the shown attempt may go on: a run of imported files has its state for ever.
+export function isLive() {
+  const { details, shownAttempt } = state;
+  const isLatest = !shownAttempt || shownAttempt.attempt === details?.attempt;
+  return isLatest && LIVE.includes(details?.state) && !details.hello?.settings.imported;
 }
 
 // Whether the address names an attempt by its number, and not by its id.

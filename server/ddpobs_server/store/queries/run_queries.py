@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, Select, and_, case, false, func, or_, select, true
 
 from ddpobs.shared.silence import PULSE_SILENCE_NS
+from ddpobs.wire.endings import IMPORTED
 from ddpobs_server.store import endings, schema
 from ddpobs_server.store.database.sql import execute_built, float_sum
 from ddpobs_server.store.queries.run_labels import decoded_tags, folded
@@ -84,7 +85,8 @@ def _sums() -> tuple[Any, ...]:
         func.coalesce(float_sum(_s.dropped), 0),
         func.coalesce(func.max(active_ns), 0),
         *endings.counts(),
-        endings.count_where((_s.stuck_ns > 0) & (_s.ended == "")),
+        endings.count_where(_s.ended == IMPORTED),
+        endings.count_where((_s.stuck_ns > 0) & ((_s.ended == "") | (_s.ended == IMPORTED))),
     )
 
 

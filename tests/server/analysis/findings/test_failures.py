@@ -6,12 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from ddpobs_server.analysis.account.rank_account import Process
 from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.finding import Finding, Gain, by_severity
 from ddpobs_server.analysis.findings.crash import CrashFacts, crash
 from ddpobs_server.analysis.findings.hang import HangFacts, hang
+from ddpobs_server.analysis.steps.intervals import StepClock
 
 from ddpobs import wire
 from tests.support.analysis.failures import evidence
@@ -160,6 +162,15 @@ def test_the_rank_with_an_error_of_its_own_failed_first_also_with_a_late_clock()
     assert facts_of(CrashFacts, finding).victims.keys() == {0}
 
 
+def test_a_crash_has_the_time_at_which_its_error_was_raised() -> None:
+    finding = only(crash(evidence(events=[failed(1, "ValueError", "a bad sample", 1_700_000_000)])))
+    assert finding.when == "2023-11-14 22:13:20 UTC"
+    (moment,) = StepClock(*(np.array([5, 7]) * S for _ in range(3))).timed_finding(finding).intervals
+    assert (moment.first, moment.began_ns, moment.ended_ns) == (6, 1_700_000_000 * S, 1_700_000_000 * S)
+    unknown = only(crash(evidence(events=[failed(1, "ValueError", "a bad sample", 0)])))
+    assert (unknown.when, unknown.intervals) == ("", ())
+
+
 def test_a_crash_names_the_users_line_and_the_first_sentence_of_its_error() -> None:
     place = "train.py:31 → loop.py:9 step"
     error = failed(1, "ValueError", "loss is nan. Look at 3.5 of\nthe data", 6, phase="other", place=place)
@@ -246,11 +257,11 @@ def test_a_process_that_died_without_a_word_comes_before_its_victims() -> None:
 @pytest.mark.parametrize(
     ("facts", "title"),
     [
-        ({"signal": "SIGSEGV"}, "Rank 1 was killed in backward of step 8: SIGSEGV"),
-        ({"exit_status": 3}, "Rank 1 ended without an error in backward of step 8: exit status 3"),
+        ({"signal": "SIGSEGV"}, "Rank 1 was killed in backward of step 8: {at}SIGSEGV"),
+        ({"exit_status": 3}, "Rank 1 ended without an error in backward of step 8: {at}exit status 3"),
         (
             {"signal": "SIGKILL", "oom_kills": 1},
-            "Rank 1 was killed in backward of step 8: its host ran out of memory",
+            "Rank 1 was killed in backward of step 8: {at}its host ran out of memory",
         ),
     ],
 )
@@ -259,7 +270,7 @@ def test_the_exit_that_any_report_of_a_death_has_is_named(facts: dict[str, str |
     early = (1, wire.Event(kind="died", at_ns=0, step=8, detail={**at, "oom_kills": facts.get("oom_kills", 0)}))
     late = (1, wire.Event(kind="died", at_ns=0, step=8, detail={**at, **facts}))
     for events in ([early, late], [late, early]):
-        assert only(crash(evidence(events=events))).title == title
+        assert only(crash(evidence(events=events))).title == title.format(at="1970-01-01 00:00:09 UTC; cause: ")
 
 
 def test_broken_connections_alone_name_no_culprit_and_a_terminated_run_did_not_crash() -> None:
