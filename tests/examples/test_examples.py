@@ -67,7 +67,7 @@ def test_the_page_has_each_example_with_its_picture() -> None:
     assert scripts - {"gpt"} == set(SMALLEST)  # The demo trains the GPT.
 
 
-@pytest.mark.parametrize("name", map(param, SMALLEST))
+@pytest.mark.parametrize("name", [param(name) for name in SMALLEST])
 def test_an_example_is_recorded_whole_from_both_ranks(name: str, trained: Trained) -> None:
     run = trained.get(name)
     assert (run["state"], run["ranks"], run["steps"], run["dropped"]) == ("finished", 2, STEPS[name], 0)

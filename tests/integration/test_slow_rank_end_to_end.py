@@ -23,7 +23,7 @@ pytestmark = pytest.mark.alone
 @pytest.mark.parametrize(
     ("rank", "phase"),
     [
-        (0, "backward"),
+        pytest.param(0, "backward", marks=pytest.mark.wide),
         (1, "data"),
         pytest.param(0, "forward", marks=pytest.mark.wide),
         pytest.param(1, "optimizer", marks=pytest.mark.wide),

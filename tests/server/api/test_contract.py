@@ -37,12 +37,21 @@ EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "10"))
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
-@pytest.fixture(scope="module")
-def document(shared: Collector) -> Any:
-    schema = schemathesis.openapi.from_url(f"{shared.url}/openapi.json")
+POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
+ROUNDS = [
+    pytest.param("sqlite", POSITIVE, id="sqlite-positive"),
+    pytest.param("postgresql", NEGATIVE, id="postgresql-negative"),
+    pytest.param("sqlite", NEGATIVE, id="sqlite-negative", marks=pytest.mark.wide),
+    pytest.param("postgresql", POSITIVE, id="postgresql-positive", marks=pytest.mark.wide),
+]
+"""`make test` has each kind of request once, and each database."""
+
+
+def document(running: Collector) -> Any:
+    schema = schemathesis.openapi.from_url(f"{running.url}/openapi.json")
     for rank in range(2):
         facts: dict[str, Any] = {"hello": hello(), "layouts": [layout()]}
-        put(shared.url, batch("known", rank=rank, steps=steps(0, 40), spans=spans(0, 40), **facts))
+        put(running.url, batch("known", rank=rank, steps=steps(0, 40), spans=spans(0, 40), **facts))
     return schema
 
 
@@ -100,12 +109,13 @@ def test_the_guides_examples_use_routes_and_parameters_that_exist() -> None:
         assert {part.partition("=")[0] for part in query.split("&") if part} <= known, path
 
 
-@pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)
+@pytest.mark.parametrize(("database", "mode"), ROUNDS)
 def test_no_request_causes_a_server_error_and_every_response_is_as_documented(
-    document: Any, mode: GenerationMode
+    request: pytest.FixtureRequest, database: str, mode: GenerationMode
 ) -> None:
+    running: Collector = request.getfixturevalue(f"on_{database}")
     with requests.Session() as session:
-        for result in document.get_all_operations():
+        for result in document(running).get_all_operations():
             operation = result.ok()
             has_input = any(operation.iter_parameters()) or len(operation.body)
             if operation.method != "delete" and (has_input or mode is GenerationMode.POSITIVE):

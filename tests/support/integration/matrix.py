@@ -226,17 +226,16 @@ ALWAYS = {
     ("Accelerate", "accelerate launch"),
     ("Lightning", "python"),
     ("Transformers' Trainer", "torchrun"),
-    ("FSDP2", "torchrun"),
     ("FSDP2 by Transformers' Trainer", "torchrun"),
-    ("pipelines", "torchrun"),
     ("MPI", "mpiexec"),
     ("a loop without DDP", "python"),
     ("`torch.nn.DataParallel`", "python"),
     ("a script without torch", "python"),
 }
 """Cells that `make test` runs: each row but `FURTHER` once, each way at least once. `make wide` runs the others."""
-FURTHER = {"FSDP2 by Accelerate", "FSDP2 by Lightning"}
-"""Rows of `make wide` alone: `make test` has each framework with DDP, and one with FSDP2."""
+FURTHER = {"FSDP2", "FSDP2 by Accelerate", "FSDP2 by Lightning", "pipelines"}
+"""Rows of `make wide` alone. `make test` has each framework with DDP, and one with FSDP2; `tests/fsdp/test_findings.py`
+starts FSDP2 under `ddpobs run`, `tests/examples` a pipeline, and `test_pipelines.py` has the schedules."""
 
 
 def table() -> str:
