@@ -35,7 +35,9 @@ class Arrival(NamedTuple):
 
 
 def arrivals(steps: Sequence[wire.Steps], ranks: Sequence[int]) -> list[Arrival]:
-    """Return the ranks that arrived last in a step, the most frequent first; empty without two ranks or a common step.
+    """Return the ranks that arrived after the others in a step, the most frequent first; empty if none did.
+
+    Without two ranks or a common step none did.
 
     Args:
         steps: Steps of each rank.
@@ -51,11 +53,16 @@ def arrivals(steps: Sequence[wire.Steps], ranks: Sequence[int]) -> list[Arrival]
     last, delay_ns = delays(own_ns, excesses(own_ns))
     excess_ns = excesses(phases_ns)
     found = []
-    for index in np.unique(last).tolist():
-        rows = np.flatnonzero(last == index)
+    for index in np.unique(last[delay_ns > 0]).tolist():
+        rows = np.flatnonzero((last == index) & (delay_ns > 0))
         phase = wire.OWN_PHASES[int(np.median(excess_ns[rows, index], axis=0).argmax())]
         found.append(Arrival(ranks[index], len(rows), len(joined), int(np.median(delay_ns[rows])), phase))
     return sorted(found, key=lambda one: -one.last)
+
+
+def common_steps(steps: Sequence[wire.Steps]) -> int:
+    """Number of steps in which all these ranks can be compared."""
+    return len(join([rows_of(one) for one in steps]))
 
 
 def peers(steps: Sequence[wire.Steps], ranks: Sequence[int]) -> wire.Peers | None:

@@ -12,7 +12,7 @@ import msgspec
 from ddpobs import wire
 from ddpobs.errors import TraceFileError
 from ddpobs.imports import envelope
-from ddpobs.imports.arrivals import Arrival, arrivals, peers
+from ddpobs.imports.arrivals import Arrival, arrivals, common_steps, peers
 from ddpobs.imports.rank_trace import RankTrace
 from ddpobs.imports.replay import Replayed, replay
 from ddpobs.shared.words import format_ranks
@@ -97,7 +97,7 @@ class TracedRun:
             late = arrivals(steps, ranks)
             found += [f"{where}{arrival}" for arrival in late]
             if len(ranks) > 1 and not late:
-                found.append(f"{format_ranks(ranks)} are not compared: no step of known own time is in all their files")
+                found.append(f"{format_ranks(ranks)} {_together(common_steps(steps))}")
         return found
 
     def batches(self) -> Iterator[wire.Batch]:
@@ -126,6 +126,11 @@ class TracedRun:
                 begun, layouts=replayed.layouts, peers=[found] if found else [], events=trace.events
             )
             yield from _filled(begun, replayed)
+
+
+def _together(steps: int) -> str:
+    """What ranks do of which none is named."""
+    return f"arrived together in {steps} steps" if steps else "are not compared: they have no step in common"
 
 
 def _settings(replayed: Replayed) -> dict[str, wire.Scalar]:

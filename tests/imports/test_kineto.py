@@ -121,8 +121,13 @@ def test_files_without_a_common_step_tell_that_ranks_are_not_compared(tmp_path: 
     paths[1].write_text(re.sub(r"ProfilerStep#(\d)", r"ProfilerStep#10\1", paths[1].read_text()))
     assert read(paths, "r").lines == [
         "3 steps of ranks 0 and 1",
-        "ranks 0 and 1 are not compared: no step of known own time is in all their files",
+        "ranks 0 and 1 are not compared: they have no step in common",
     ]
+
+
+def test_ranks_that_arrive_together_are_not_named_as_late(tmp_path: Path) -> None:
+    paths = [trace(tmp_path, f"{rank}.json", rank) for rank in range(2)]
+    assert read(paths, "r").lines[1:] == ["ranks 0 and 1 arrived together in 2 steps"]
 
 
 def test_no_late_rank_is_named_in_one_trace(tmp_path: Path) -> None:
