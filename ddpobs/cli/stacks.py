@@ -10,6 +10,7 @@ from ddpobs.cli.app import LOOK, CollectorOption, RunArgument, ask, chosen_run, 
 from ddpobs.shared.quantities import counted
 from ddpobs.shared.words import bucket_title
 from ddpobs.wire import printable
+from ddpobs.wire.endings import IMPORTED
 
 
 @main.command(rich_help_panel=LOOK, short_help="Print the last place and stacks of each rank.")
@@ -42,6 +43,8 @@ def _stack_lines(rank: dict[str, Any], titles: dict[tuple[int, int], str]) -> li
     title, pulse = f"rank {rank['rank']}", rank.get("pulse") or {}
     if host := rank.get("host"):
         title += f" on {host}"
+    if rank.get("ended") == IMPORTED:
+        return _dumped(f"rank {rank['rank']}", pulse)
     if not pulse:
         return [f"{title}: no pulse yet"]
     if stuck := _stuck_at_end(rank):
@@ -60,6 +63,14 @@ def _stack_lines(rank: dict[str, Any], titles: dict[tuple[int, int], str]) -> li
     for thread, frames in (pulse.get("threads") or {}).items():
         lines += [f"  thread {thread}:", *(f"    {frame}" for frame in frames)]
     return lines
+
+
+def _dumped(title: str, pulse: dict[str, Any]) -> list[str]:
+    """Lines on a rank of imported files: a dump has no time of a wait, and nothing of a rank in no collective."""
+    if not pulse.get("waits_in"):
+        return [f"{title}: no stack, because its file shows no collective in which it waits"]
+    place = f" ({pulse['place']})" if pulse["place"] else ""
+    return [f"{title} waits in {pulse['waits_in']}{place}", *(f"  {frame}" for frame in pulse["stack"])]
 
 
 def _stuck_at_end(rank: dict[str, Any]) -> dict[str, Any] | None:

@@ -329,6 +329,8 @@ def test_stacks_prints_place_and_stack_of_each_rank() -> None:
         ended | {"rank": 5, "pulse": {"phase": "forward", "step": 50, "bucket": -1}},
         {"rank": 6, "pulse": waiting | {"module": 1}},
         {"rank": 7, "pulse": waiting, "ended": "finished", "steps": 41},
+        {"rank": 8, "pulse": stuck | {"waits_in": "all_reduce", "place": "train.py:57"}, "ended": "imported"},
+        {"rank": 9, "pulse": waiting, "ended": "imported"},
     ]
     unit = {"module": 1, "buckets": [{"bucket": 2, "title": "reduce-scatter of unit blocks.3"}]}
     answers = {"/api/v1/runs/a-run/ranks": {"ranks": ranks}, "/api/v1/runs/a-run/layout": {"layouts": [unit]}}
@@ -354,4 +356,8 @@ def test_stacks_prints_place_and_stack_of_each_rank() -> None:
         "rank 6: reduce-scatter of unit blocks.3, step 40, no progress for 0 s",
         no_stack,
         "rank 7: finished after 41 steps",
+        "rank 8 waits in all_reduce (train.py:57)",
+        "  train.py:57 <module>",
+        "  dataset.py:31 __getitem__",
+        "rank 9: no stack, because its file shows no collective in which it waits",
     ]

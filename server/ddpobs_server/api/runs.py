@@ -228,12 +228,19 @@ def _listed_run(run: Run, digest: RunDigest, reports: Reports, settings: Setting
         "tags": tags,
         "note": note,
         "diagnosis": _diagnosis_json(reports, run),
-        "duration_ns": max(0, run.last_seen_ns - min(run.created_ns, digest.began_ns or run.created_ns)),
+        "duration_ns": _duration_ns(run, digest),
         "step_ns": digest.step_ns,
         "steps_per_s": digest.steps_per_s,
         "step_times_ns": list(digest.step_times_ns),
         "host": digest.host,
     }
+
+
+def _duration_ns(run: Run, digest: RunDigest) -> int:
+    """Time to the last batch; 0 for imported dumps: they have no time but that of their upload."""
+    if run.imported and not digest.began_ns:
+        return 0
+    return max(0, run.last_seen_ns - min(run.created_ns, digest.began_ns or run.created_ns))
 
 
 def _diagnosis_json(reports: Reports, run: Run) -> LastDiagnosis | None:

@@ -18,7 +18,11 @@ from tests.support.server.tokens import create_token
 from tests.support.straggler_operations import operations, write
 
 BINARY = {"Content-Type": "application/octet-stream"}
-DUMP = {"process_group": ["0", "default_pg"], "profiling_name": "nccl:all_reduce"}
+DUMP = {
+    "process_group": ["0", "default_pg"],
+    "profiling_name": "nccl:all_reduce",
+    "time_created_ns": 1_700_000_000 * 10**9,
+}
 
 
 def upload(url: str, run: str, files: dict[str, bytes], **options: Any) -> httpx.Response:
@@ -49,6 +53,7 @@ def test_dumps_of_a_hang_become_a_run_with_its_finding(shared: Collector, run: s
     assert finding["verdict"] == "The ranks hang in all_reduce 9 of group default_pg, waiting for rank 1"
     assert finding["cause"] == "rank 1 last called all_reduce 8; rank 0 waits in all_reduce 9"
     assert (finding["code"], finding["ranks"], finding["evidence"]["waiting"]) == ("hang", [1], [0])
+    assert finding["when"] == "the last call of rank 0 was at 2023-11-14 22:13:20 UTC"
 
 
 def test_a_parquet_file_becomes_a_run(shared: Collector, run: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from functools import cache, partial
 from ddpobs import wire
 from ddpobs.shared.hang_verdict import LINK_REMEDY, MISMATCH_REMEDY, Hang, judge
 from ddpobs.shared.judged_rank import JudgedRank
-from ddpobs.shared.quantities import time_range
+from ddpobs.shared.quantities import time_of_day, time_range
 from ddpobs.shared.words import format_ranks
 from ddpobs.wire.facts import DUMPED, DumpFacts, StuckFacts, facts_of
 from ddpobs_server.analysis.causes.rank_ends import End, ends_of
@@ -69,8 +69,8 @@ FACTS = (HangFacts,)
 
 def hang(evidence: Evidence) -> Judgement:
     """Report the hang that the latest pulses show or the run's end ended, and hangs that are over."""
-    if dumped := [facts_of(event, DumpFacts) for _, event in evidence.events if event.kind == DUMPED]:
-        return [_dumped(evidence, dumped[0])]
+    if dumped := [(rank, event) for rank, event in evidence.events if event.kind == DUMPED]:
+        return [_dumped(evidence, *dumped[0])]
     ends = ends_of(evidence.events)
     if not ends:
         return [*_present(evidence), *_past(evidence, None)]
@@ -145,14 +145,16 @@ def _finding(evidence: Evidence, verdict: Hang, facts: HangFacts) -> Finding:
     )
 
 
-def _dumped(evidence: Evidence, facts: DumpFacts) -> Finding:
-    """The hang that imported dumps show, in the words of the import."""
+def _dumped(evidence: Evidence, rank: int, event: wire.Event) -> Finding:
+    """The hang that imported dumps show, in the words of the import; a dump's clock is the wall clock."""
+    facts = facts_of(event, DumpFacts)
     kind = {"entered": "link"}.get(facts.kind, facts.kind)
     ranks, waiting = _numbers(facts.ranks), _numbers(facts.waiting)
     return Finding(
         code="hang",
         severity="critical",
         verdict=facts.verdict,
+        when=f"the last call of rank {rank} was at {time_of_day(event.at_ns)}" if event.at_ns else "",
         cause=facts.cause,
         remedy=_DUMP_REMEDIES.get(kind, _DUMP_REMEDIES["unknown"]),
         steps=(0, 0),

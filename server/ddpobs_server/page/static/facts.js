@@ -1,7 +1,7 @@
 // Facts of a run as text: its state, its ranks, attempts, settings and unused parameters.
 
 import { byId, element, factRows, renew } from "./elements.js";
-import { ago, clock, clockRange, duration, short } from "./times.js";
+import { ago, clock, clockRange, duration, isKnown, short } from "./times.js";
 
 const MAX_ATTEMPTS = 50;
 const MAX_RANKS = 2000;
@@ -15,22 +15,29 @@ export function showFacts(details, shown, attempts, ranks) {
   const isLatest = !shown || shown.attempt === details.attempt;
   const counts = isLatest ? details : shown;
   const state = isLatest ? details.state : shown.outcome;
-  const hosts = new Set(ranks.map(({ host }) => host).filter(Boolean)).size;
+  const hosts = new Set(ranks.map(({ host }) => host).filter(isKnown)).size;
   const facts = [
     `${counts.ranks} of ${counts.world_size} ranks${hosts ? ` on ${counted(hosts, "host")}` : ""}`,
     counted(counts.steps, "step"),
     attempts.length > 1 ? `attempt ${shown ? shown.ordinal + 1 : attempts.length} of ${attempts.length}` : "",
     details.modules.length ? `model ${details.modules.map(({ name }) => name).join(", ")}` : "",
-    shown?.began_ns ? clockRange(shown.began_ns, shown.ended_ns) : "", // A trace may have no time of day.
-    `last seen ${ago(counts.last_seen_ns ?? counts.ended_ns)}`,
+    ...timesOf(details.hello?.settings.imported, counts, shown),
   ];
   const text = ` · ${facts.filter(Boolean).join(" · ")}`;
   byId("facts").replaceChildren(element("span", { class: `state ${state}` }, state), text);
 }
 
+// When a run trained, and when it was last seen. A trace may have no time of day; imported dumps have no step.
+function timesOf(format, counts, shown) {
+  const seen = ago(counts.last_seen_ns ?? counts.ended_ns);
+  const range = shown?.began_ns ? clockRange(shown.began_ns, shown.ended_ns) : "";
+  if (!format) return [range, `last seen ${seen}`];
+  return [counts.steps ? range : "", `imported (${format}) ${seen}`];
+}
+
 // The table of ranks: the marked ones first, then by own time. Columns without a value are left out.
 export function showRanks(ranks, marked, layouts, select) {
-  const isEmpty = ["host", "device", "own_ns", "dropped"].map((name) => !ranks.some((row) => row[name]));
+  const isEmpty = ["host", "device", "own_ns", "dropped"].map((name) => !ranks.some((row) => isKnown(row[name])));
   const [noHost, noDevice, noOwn, noDropped] = isEmpty;
   const hidden = [false, noHost, noDevice, false, noOwn, false, noDropped];
   const hide = (line) => hidden.forEach((isHidden, index) => (line.cells[index].hidden = isHidden));
@@ -126,7 +133,7 @@ function listed(names) {
 
 export function showSettings({ hello }) {
   const facts = { backend: hello?.backend, device: hello?.device, ...hello?.versions, ...hello?.settings };
-  const known = Object.entries(facts).filter(([, value]) => value !== undefined && value !== "");
+  const known = Object.entries(facts).filter(([, value]) => value !== undefined && value !== "" && value !== "unknown");
   byId("settings").hidden = known.length === 0;
   const rows = known.map(([name, value]) => [name.replaceAll("_", " "), short(value)]);
   renew(byId("settings").querySelector("dl"), ...factRows(rows));

@@ -85,6 +85,11 @@ async function show() {
   if (now !== state.seen) await showWhatif();
   state.seen = now;
   fillForm(choose);
+  return untilNext();
+}
+
+function untilNext() {
+  const { details, shownAttempt } = state;
   if (shownAttempt?.attempt !== details.attempt) return false;
   return isLive() ? LIVE_REFRESH_S : (REFRESH_S[details.state] ?? false);
 }

@@ -6,7 +6,7 @@ import { severityBadge } from "./finding_parts.js";
 import { labelsOf } from "./labels.js";
 import { COLUMNS } from "./runs_columns.js";
 import { sparkline } from "./sparkline.js";
-import { ago, duration } from "./times.js";
+import { ago, duration, isKnown } from "./times.js";
 
 // A row that stays when its run changes, so that focus, selection and the pointer's place are kept.
 export class RunRow {
@@ -48,7 +48,7 @@ export class RunRow {
     this.link.href = `${root}/runs/${encodeURIComponent(run.run)}`;
     this.link.textContent = run.run;
     this.#fill(this.labels, [run.tags, run.note], () => labelsOf(run));
-    const host = run.host ? `, the first on ${run.host}` : "";
+    const host = isKnown(run.host) ? `, the first on ${run.host}` : "";
     this.facts.textContent = `${run.ranks} of ${run.world_size} ranks${host}`;
     const state = element("span", { class: `state ${run.state}` }, run.state);
     this.cells.state.replaceChildren(state, element("span", { class: "muted seen" }, ago(run.last_seen_ns)));
@@ -67,7 +67,7 @@ export class RunRow {
     this.#fill(this.cells.step, run.step_times_ns, () => (run.step_ns === null ? ["–"] : step()));
     this.cells.rate.textContent = run.steps_per_s === null ? "–" : digits(run.steps_per_s);
     this.cells.steps.textContent = String(run.steps);
-    this.cells.duration.textContent = duration(run.duration_ns);
+    this.cells.duration.textContent = duration(run.duration_ns || null);
     this.#fill(this.cells.started, run.created_ns, () => [started(run.created_ns)]);
   }
 }

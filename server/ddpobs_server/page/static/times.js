@@ -73,13 +73,18 @@ export function clockRange(began_ns, ended_ns) {
   return `${range} (${duration(Math.max(0, ended_ns - began_ns))})`;
 }
 
-// Two times of day and the time between, in the reader's zone; with their dates if these differ; a moment with its date.
+// Two times of day and the time between, in the reader's zone; with their dates if these differ. A moment has its date.
 export function timeRange(began_ns, ended_ns) {
   if (began_ns === ended_ns) return clock(began_ns);
   const ends = [began_ns, ended_ns].map((ns) => new Date(ns / 1e6));
   const isSameDay = ends[0].toDateString() === ends[1].toDateString();
   const [began, ended] = isSameDay ? ends.map((time) => TIME.format(time)) : [clock(began_ns), clock(ended_ns)];
   return `${began}${isSameDay ? "–" : " – "}${ended} (${duration(Math.max(0, ended_ns - began_ns))})`;
+}
+
+// Whether a fact is known: imported files that lack it make a run that has `unknown`.
+export function isKnown(text) {
+  return Boolean(text) && text !== "unknown";
 }
 
 // A setting or another fact in words: four digits of a number that is no integer. As `ddpobs.shared.words.fact_text`.
