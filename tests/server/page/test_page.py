@@ -106,21 +106,20 @@ def test_a_run_without_steps_is_too_early_to_judge(browser: Any, tmp_path: Path)
         expect(visit.page.locator("#selected")).to_be_hidden()
 
 
-@pytest.mark.parametrize(
-    ("pulse", "text"),
-    [
-        (wire.Pulse(at_ns=0, phase="other", step=3), "other, step 3 ("),
-        (wire.Pulse(at_ns=0, phase="exposed_comm", step=3, module=0, bucket=2), "exposed comm, step 3, bucket 0.2 ("),
-        (wire.Pulse(at_ns=0, phase="backward", step=3, module=1, bucket=0), "backward, step 3, bucket 1.0 ("),
-    ],
-)
-def test_the_table_of_ranks_shows_the_current_phase_and_bucket(
-    browser: Any, tmp_path: Path, pulse: wire.Pulse, text: str
-) -> None:
+PULSES = {
+    wire.Pulse(at_ns=0, phase="other", step=3): "other, step 3 (",
+    wire.Pulse(at_ns=0, phase="exposed_comm", step=3, module=0, bucket=2): "exposed comm, step 3, bucket 0.2 (",
+    wire.Pulse(at_ns=0, phase="backward", step=3, module=1, bucket=0): "backward, step 3, bucket 1.0 (",
+}
+
+
+def test_the_table_of_ranks_shows_the_current_phase_and_bucket(browser: Any, tmp_path: Path) -> None:
     with collector(tmp_path) as running:
-        put(running.url, batches.batch("here", pulse=pulse))
+        for rank, pulse in enumerate(PULSES):
+            put(running.url, batches.batch("here", rank=rank, world_size=3, pulse=pulse))
         visit = Visit(browser, f"{running.url}/runs/here")
-        visit.page.locator("#processes td").get_by_text(text).wait_for()
+        for text in PULSES.values():
+            visit.page.locator("#processes td").get_by_text(text).wait_for()
 
 
 def test_the_list_has_how_many_steps_a_short_run_needs(browser: Any, tmp_path: Path) -> None:
