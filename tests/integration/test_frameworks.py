@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.rig.training import ROOT
 from ddpobs import wire
-from tests.support.integration.matrix import ALWAYS, CELLS, FURTHER, TABLE, WAYS, Command, table
+from tests.support.integration.matrix import ALWAYS, CELLS, FURTHER, RECORDED, TABLE, WAYS, Command, table
 from tests.support.integration.matrix_launch import foreign_lines, output_of, start
 from tests.support.integration.slow_ranks import get
 
@@ -93,41 +93,49 @@ def name_of(key: Key) -> str:
     return "-".join(key).replace(" ", "-").replace("`", "").replace("'", "")
 
 
-def cells(keys: Iterable[Key]) -> list[Any]:
+def cells(keys: Iterable[Key], always: Collection[Key] = ALWAYS) -> list[Any]:
     """Parameters of a test: those that `make test` does not run have the mark `wide`."""
-    return [pytest.param(key, id=name_of(key), marks=[] if key in ALWAYS else [pytest.mark.wide]) for key in keys]
+    return [pytest.param(key, id=name_of(key), marks=[] if key in always else [pytest.mark.wide]) for key in keys]
 
 
 class Launches:
-    """All commands that the selected tests need, two at a time: most of the time is imports and sleep."""
+    """All commands that the selected tests need, two at a time: most of the time is imports and sleep.
 
-    def __init__(self, url: str, folder: Path, keys: list[Key], pool: ThreadPoolExecutor) -> None:
+    Args:
+        compared: Cells whose command also runs without ddpobs.
+    """
+
+    def __init__(self, url: str, folder: Path, keys: list[Key], compared: set[Key], pool: ThreadPoolExecutor) -> None:
         self._with: dict[Key, Future[Any]] = {}
         self._without: dict[Command, Future[Any]] = {}
         for number, key in enumerate(keys):
             cell, own = CELLS[key], folder / str(number)
             self._with[key] = pool.submit(start, cell.command, own, key[1], url, name_of(key))
-            if cell.without not in self._without:
+            if key in compared and cell.without not in self._without:
                 self._without[cell.without] = pool.submit(start, cell.without, folder / f"{number}-without")
 
-    def of(self, key: Key) -> tuple[Any, Any]:
-        """The ends of a cell's command, with ddpobs and without."""
-        return self._with[key].result(), self._without[CELLS[key].without].result()
+    def ended(self, key: Key) -> Any:
+        """The end of a cell's command."""
+        return self._with[key].result()
+
+    def without(self, key: Key) -> Any:
+        """The end of a compared cell's command without ddpobs."""
+        return self._without[CELLS[key].without].result()
 
 
 @pytest.fixture(scope="module")
 def launches(url: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Launches]:
     parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    keys = {params.get("cell") or params.get("run_key") for params in parameters} & CELLS.keys()
+    compared, recorded = ({each.get(name) for each in parameters} & CELLS.keys() for name in ("cell", "run_key"))
     with ThreadPoolExecutor(2) as pool:
         folder = tmp_path_factory.mktemp("frameworks")
-        yield Launches(url, folder, [key for key in CELLS if key in keys], pool)
+        yield Launches(url, folder, [key for key in CELLS if key in compared | recorded], compared, pool)
 
 
-@pytest.mark.parametrize("cell", cells(CELLS))
+@pytest.mark.parametrize("cell", cells(CELLS, ALWAYS - RECORDED))
 def test_a_training_with_ddpobs_ends_as_without(url: str, launches: Launches, cell: Key) -> None:
     """Same exit status, same parameters bit for bit, and nothing on stderr but our lines."""
-    ended, without = launches.of(cell)
+    ended, without = launches.ended(cell), launches.without(cell)
     assert without.returncode == 0, without.stdout + without.stderr
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert output_of(ended) == output_of(without)
@@ -159,7 +167,7 @@ def facts(run_key: Key) -> Facts:
 
 @pytest.fixture
 def run(run_key: Key, launches: Launches) -> str:
-    ended, _ = launches.of(run_key)
+    ended = launches.ended(run_key)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return name_of(run_key)
 

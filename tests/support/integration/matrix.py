@@ -233,6 +233,13 @@ ALWAYS = {
     ("a script without torch", "python"),
 }
 """Cells that `make test` runs: each row but `FURTHER` once, each way at least once. `make wide` runs the others."""
+RECORDED = {
+    ("Accelerate", "accelerate launch"),
+    ("Lightning", "python"),
+    ("Transformers' Trainer", "torchrun"),
+    ("FSDP2 by Transformers' Trainer", "torchrun"),
+}
+"""Cells of `ALWAYS` whose run `make test` judges. `make wide` also runs them without ddpobs, and compares the ends."""
 FURTHER = {"FSDP2", "FSDP2 by Accelerate", "FSDP2 by Lightning", "pipelines"}
 """Rows of `make wide` alone. `make test` has each framework with DDP, and one with FSDP2; `tests/fsdp/test_findings.py`
 starts FSDP2 under `ddpobs run`, `tests/examples` a pipeline, and `test_pipelines.py` has the schedules."""
