@@ -22,6 +22,7 @@ from ddpobs.cli.app import (
     terminal_columns,
     wrapped,
 )
+from ddpobs.shared.quantities import duration
 from ddpobs.shared.words import fact_text, finding_heading
 from ddpobs.wire import printable
 
@@ -112,7 +113,7 @@ def _table(changes: list[dict[str, Any]], compared: str) -> list[str]:
     titles = [_short(change["title"]) for change in shown]
     width = max(map(len, titles), default=0)
     rows = [
-        (f"  {title:{width}}  {change['a_ns'] / 1e6:9.3f} → {change['b_ns'] / 1e6:9.3f} ms", change["words"])
+        (f"  {title:{width}}  {duration(change['a_ns']):>8} → {duration(change['b_ns']):>8}", change["words"])
         for title, change in zip(titles, shown, strict=True)
     ]
     note = f"  {compared}; those that changed are listed"

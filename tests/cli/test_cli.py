@@ -242,10 +242,10 @@ def test_a_figure_stays_on_the_line_of_its_unit(monkeypatch: pytest.MonkeyPatch)
 def test_on_a_narrow_terminal_the_words_of_a_change_are_below_its_times(monkeypatch: pytest.MonkeyPatch) -> None:
     change = {"kind": "step", "title": "step", "a_ns": 1e6, "b_ns": 2e6, "words": "slower by 2.0× (1.9 to 2.1)"}
     wide = comparing._table([change], "")
-    assert wide == ["  step      1.000 →     2.000 ms  slower by 2.0× (1.9 to 2.1)"]
+    assert wide == ["  step      1 ms →     2 ms  slower by 2.0× (1.9 to 2.1)"]
     monkeypatch.setattr("ddpobs.cli.app.sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "50")
-    assert comparing._table([change], "") == ["  step      1.000 →     2.000 ms", "      slower by 2.0× (1.9 to 2.1)"]
+    assert comparing._table([change], "") == ["  step      1 ms →     2 ms", "      slower by 2.0× (1.9 to 2.1)"]
 
 
 def test_an_unknown_run_is_told_without_an_address_of_the_interface() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddpobs import wire
 from ddpobs.shared.quantities import time_of_day
@@ -12,6 +12,8 @@ from ddpobs_server.reports.attempts import AttemptOutcome
 from ddpobs_server.store import Source
 
 _MAX_ROWS = 1024
+_NOTHING = {"", "unknown"}
+"""Cells without a value; an imported file that lacks a fact makes a run that has `unknown`."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,24 @@ def report_tables(
     unused: Sequence[tuple[int, wire.Unused]],
     settings: Mapping[str, str],
 ) -> list[ReportTable]:
-    """Return the tables that have rows; attempts only if there are several, or one with a reason."""
+    """Return the tables that have rows; attempts only if there are several, or one with a reason.
+
+    Columns without a value are left out.
+    """
     tables = [ReportTable("Ranks", ("rank", "host", "process", "device", "steps", "end", "dropped"), _ranks(sources))]
     if len(attempts) > 1 or any(attempt.reason for attempt in attempts):
-        tables.append(ReportTable("Attempts", ("attempt", "outcome", "reason", "steps", "began"), _attempts(attempts)))
+        columns = ("attempt", "outcome", "reason", "steps", "began", "ended")
+        tables.append(ReportTable("Attempts", columns, _attempts(attempts)))
     tables.append(ReportTable("Unused parameters", ("rank", "since step", "parameters"), _unused(unused)))
     tables.append(ReportTable("Settings and versions", ("name", "value"), [*settings.items()]))
-    return [table for table in tables if table.rows]
+    return [_filled(table) for table in tables if table.rows]
+
+
+def _filled(table: ReportTable) -> ReportTable:
+    """The table without the columns that have no value in any row."""
+    kept = [index for index, cells in enumerate(zip(*table.rows, strict=True)) if not _NOTHING.issuperset(cells)]
+    rows = [tuple(row[index] for index in kept) for row in table.rows]
+    return replace(table, columns=tuple(table.columns[index] for index in kept), rows=rows)
 
 
 def _ranks(sources: Sequence[Source]) -> list[tuple[str, ...]]:
@@ -61,6 +74,7 @@ def _attempts(attempts: Sequence[AttemptOutcome]) -> list[tuple[str, ...]]:
             ("" if attempt.first_rank is None else f"rank {attempt.first_rank}: ") + attempt.reason,
             f"{attempt.steps:,}",
             time_of_day(attempt.began_ns),
+            "–" if attempt.ended_ns is None else time_of_day(attempt.ended_ns),
         )
         for attempt in attempts[-_MAX_ROWS:]
     ]
