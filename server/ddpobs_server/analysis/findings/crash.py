@@ -93,7 +93,7 @@ def crash(evidence: Evidence) -> Judgement:
             code="crash",
             severity="critical",
             verdict=f"Rank {first.rank} {_end(first)} {first.place}",
-            measure="; ".join(filter(None, (same, f"{format_ranks(victims)} failed because of it" if victims else ""))),
+            measure="; ".join(filter(None, (same, _followed(ends)))),
             when=_when(first),
             cause=_cause(first),
             where=evidence.where([first.rank], _bucket(evidence, module, bucket), outside, first.caller),
@@ -179,6 +179,14 @@ def _gave_up(evidence: Evidence, ends: list[End], hang: Hang) -> Finding:
         evidence=facts,
         intervals=(Interval(first.step, first.step, began_ns, first.wall_ns),) if is_long else _moment(first),
     )
+
+
+def _followed(ends: list[End]) -> str:
+    """The ranks that failed after the first one, or that a signal ended."""
+    failed = sorted({end.rank for end in ends[1:] if end.kind != "terminated"} - {ends[0].rank})
+    ended = sorted({end.rank for end in ends[1:]} - {ends[0].rank, *failed})
+    parts = [(failed, "failed because of it"), (ended, "ended by SIGTERM after it")]
+    return "; ".join(f"{format_ranks(ranks)} {how}" for ranks, how in parts if ranks)
 
 
 def _when(end: End) -> str:

@@ -162,6 +162,13 @@ def test_the_rank_with_an_error_of_its_own_failed_first_also_with_a_late_clock()
     assert facts_of(CrashFacts, finding).victims.keys() == {0}
 
 
+def test_a_rank_that_the_launcher_ended_did_not_fail() -> None:
+    terminated = (0, wire.Event(kind="terminated", at_ns=0, step=6, detail={"wall_ns": 8 * S, "signal": "SIGTERM"}))
+    lost = failed(2, "RuntimeError", "Connection closed by peer", 7)
+    finding = only(crash(evidence(events=[failed(1, "ValueError", "a bad sample", 6), terminated, lost])))
+    assert finding.measure == "rank 2 failed because of it; rank 0 ended by SIGTERM after it"
+
+
 def test_a_crash_has_the_time_at_which_its_error_was_raised() -> None:
     finding = only(crash(evidence(events=[failed(1, "ValueError", "a bad sample", 1_700_000_000)])))
     assert finding.when == "2023-11-14 22:13:20 UTC"
