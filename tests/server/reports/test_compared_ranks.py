@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from ddpobs_server.reports.columns import RunColumns
@@ -104,6 +105,23 @@ def test_ranks_of_different_process_groups_are_not_compared(store: Store) -> Non
     assert "straggler" not in findings
     assert "2 of 3 ranks" in missing["straggler"]
     assert findings["comm-bound"]["evidence"]["waiting_ns"] is None
+
+
+def test_the_slow_rank_of_a_process_group_is_named(store: Store) -> None:
+    """Ranks 1 and 3 reduce other gradients, and take longer, as do ranks 0 and 2."""
+    own = own_times(60, 4, 1, (Slow(2, "backward", 60),))
+    own[:, (1, 3)] *= 2
+    rank, steps = columns(own)
+    for number in range(4):
+        settings: dict[str, wire.Scalar] = {"group_ranks": 2, "group_first": number % 2}
+        hello = wire.Hello(host="node", pid=1, device="cpu", backend="gloo", versions={}, settings=settings)
+        own_steps = select(steps, np.flatnonzero(rank == number))
+        ingest(store, msgspec.structs.replace(batch(number, 0, steps=own_steps, hello=hello), world_size=4))
+    findings, missing = judged(store)
+    assert findings["straggler"]["ranks"] == [2]
+    assert "straggler" not in missing
+    table = RunColumns(store, RUN, ATTEMPT).stragglers(None, None)
+    assert int(np.bincount(table["last_rank"]).argmax()) == 2
 
 
 def test_ranks_of_the_one_process_group_are_compared(store: Store) -> None:

@@ -205,11 +205,13 @@ def bucket_rollups(connection: Connection, run: str, attempt: str, limit: int) -
     return [rollup for _, rollup in rows], is_short
 
 
-class _Threads(msgspec.Struct):
-    """The settings of a hello that differ over the ranks."""
+class _OwnSettings(msgspec.Struct):
+    """The settings of a hello that differ over the ranks; None where the rank has none."""
 
     processors: wire.Scalar = ""
     threads: wire.Scalar = 0
+    group_ranks: wire.Scalar = None
+    group_first: wire.Scalar = None
 
 
 class _HelloOutline(msgspec.Struct):
@@ -219,7 +221,7 @@ class _HelloOutline(msgspec.Struct):
     pid: int
     device: str
     backend: str
-    settings: _Threads = msgspec.field(default_factory=_Threads)
+    settings: _OwnSettings = msgspec.field(default_factory=_OwnSettings)
 
 
 _decode_hello = msgspec.json.Decoder(wire.Hello).decode
@@ -266,7 +268,8 @@ class _SourceReader:
         host, device, backend = (
             self._texts.setdefault(value, value) for value in (outline.host, outline.device, outline.backend)
         )
-        settings = msgspec.structs.asdict(outline.settings)
+        known = msgspec.structs.asdict(outline.settings)
+        settings = {name: value for name, value in known.items() if value is not None}
         return wire.Hello(host=host, pid=outline.pid, device=device, backend=backend, versions={}, settings=settings)
 
     def _pulse(self, text: str) -> wire.Pulse:
