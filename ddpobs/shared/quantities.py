@@ -68,10 +68,10 @@ def time_of_day(ns: int) -> str:
         return "unknown time"
 
 
-def time_range(began_ns: int, ended_ns: int) -> str:
+def time_range(began_ns: int, ended_ns: int, *, is_dated: bool = False) -> str:
     """Two times and the time between: `23:10:53–23:11:45 UTC (52 s)`; with their dates if these differ.
 
-    A moment has its date.
+    A moment has its date, and with `is_dated` the first time of a day too.
     """
     took = f"({duration(max(0, ended_ns - began_ns))})"
     try:
@@ -82,4 +82,5 @@ def time_range(began_ns: int, ended_ns: int) -> str:
         return time_of_day(began_ns)
     if began.date() != ended.date():
         return f"{began:%Y-%m-%d %H:%M:%S} – {ended:%Y-%m-%d %H:%M:%S} UTC {took}"
-    return f"{began:%H:%M:%S}–{ended:%H:%M:%S} UTC {took}"
+    date = f"{began:%Y-%m-%d} " if is_dated else ""
+    return f"{date}{began:%H:%M:%S}–{ended:%H:%M:%S} UTC {took}"

@@ -34,6 +34,8 @@ def test_two_times_have_the_time_between_and_their_dates_if_these_differ() -> No
     assert time_range(START_NS, START_NS + 52 * 10**9) == "22:13:20–22:14:12 UTC (52 s)"
     next_day = "2023-11-14 22:13:20 – 2023-11-15 01:33:20 UTC (3 h 20 min)"
     assert time_range(START_NS, START_NS + 12_000 * 10**9) == next_day
+    dated = time_range(START_NS, START_NS + 52 * 10**9, is_dated=True)
+    assert dated == "2023-11-14 22:13:20–22:14:12 UTC (52 s)"
     assert time_range(START_NS, START_NS) == "2023-11-14 22:13:20 UTC"
     assert time_range(2**70, 2**70) == "(0 s)"
     assert time_of_day(2**70) == "unknown time"

@@ -168,7 +168,7 @@ def _gave_up(evidence: Evidence, ends: list[End], hang: Hang) -> Finding:
         severity="critical",
         verdict=f"Rank {first.rank} ended in step {first.step}, waiting for {_few(awaited)}",
         measure=first.error if first.kind == "failed" else first.reason,
-        when=time_range(began_ns, first.wall_ns) if is_long else _when(first),
+        when=time_range(began_ns, first.wall_ns, is_dated=True) if is_long else _when(first),
         cause=hang.cause,
         where=evidence.where(awaited, hang.where),
         remedy=hang.remedy,

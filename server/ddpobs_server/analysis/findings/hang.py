@@ -119,7 +119,7 @@ def _ended(evidence: Evidence, verdict: Hang, end: End) -> Finding:
         finding,
         verdict=verdict.verdict.replace("hangs", "hung", 1),
         measure=f"{verdict.measure}, until {until}",
-        when=time_range(began_ns, ended_ns),
+        when=time_range(began_ns, ended_ns, is_dated=True),
         intervals=(Interval(*finding.steps, began_ns, ended_ns),),
     )
 

@@ -121,7 +121,10 @@ def test_a_hang_that_a_signal_ended_keeps_its_sentence_times_bucket_and_stacks(k
     judged = ended_in_hang(kind, signal=number)
     finding = only([*crash(judged), *hang(judged)])
     assert finding.verdict == "The run hung in step 6, waiting for rank 1"
-    assert (finding.measure, finding.when) == (f"no progress for 22 s, until {number}", "00:01:28–00:01:50 UTC (22 s)")
+    assert (finding.measure, finding.when) == (
+        f"no progress for 22 s, until {number}",
+        "1970-01-01 00:01:28–00:01:50 UTC (22 s)",
+    )
     assert (finding.buckets, finding.parameters, finding.where) == ([0], ["head.weight"], "bucket 0.0: head.weight")
     facts = facts_of(HangFacts, finding)
     assert (facts.kind, facts.since_ns, facts.length_ns) == ("absent", None, 22 * S)
@@ -242,7 +245,7 @@ def test_a_crash_that_ended_a_hang_shows_the_hangs_bucket_times_and_stacks() -> 
     judged = replace(gave_up_evidence(gave_up(0), terminated(1, 101), **later), stuck_pulses=stuck_pulses)
     finding = only([*crash(judged), *hang(judged)])
     assert (finding.verdict, finding.buckets) == ("Rank 0 ended in step 6, waiting for rank 1", [0])
-    assert (finding.when, finding.parameters) == ("00:01:26–00:01:40 UTC (14 s)", ["head.weight"])
+    assert (finding.when, finding.parameters) == ("1970-01-01 00:01:26–00:01:40 UTC (14 s)", ["head.weight"])
     assert facts_of(CrashFacts, finding).stacks == {1: ["a.py:3 f"]}
 
 
