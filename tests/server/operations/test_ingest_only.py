@@ -13,8 +13,8 @@ import pytest
 from benchmarks.rig import databases
 from benchmarks.rig.collector import collector
 from ddpobs import wire
-from tests.server.web.test_auth import CALLS
 from tests.support.server.batches import assert_problem, batch, get, put, spans, steps, stored_steps
+from tests.support.server.calls import CALLS
 from tests.support.server.nginx import proxy
 from tests.support.server.own_metrics import metrics
 

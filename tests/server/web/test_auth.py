@@ -25,36 +25,11 @@ from typer.testing import CliRunner
 from benchmarks.rig import databases, patience
 from benchmarks.rig.collector import collector
 from benchmarks.rig.databases import Fresh
-from tests.support.server.batches import assert_problem, batch, path, put, steps
+from tests.support.server.batches import assert_problem, batch, put, steps
+from tests.support.server.calls import CALLS
 from tests.support.server.tokens import create_token
 
 ROOT = Path(__file__).parents[3]
-CALLS = {
-    "ingest": [("PUT", path(batch("a-run", seq=1))), ("POST", "/api/v1/runs/a-run/import")],
-    "read": [
-        ("GET", "/api/v1/runs"),
-        ("GET", "/api/v1/workspaces"),
-        ("GET", "/api/v1/fleet"),
-        ("GET", "/api/v1/figures"),
-        ("GET", "/metrics"),
-        *(
-            ("GET", f"/api/v1/runs/a-run{route}")
-            for route in (
-                *("", "/attempts", "/ranks", "/layout", "/steps", "/spans", "/buckets"),
-                *("/unused", "/stragglers", "/diagnostics", "/account", "/trace", "/pipeline", "/whatif"),
-                *("/compare?with=a-run", "/figures/account", "/figures/account.html", "/report.html"),
-            )
-        ),
-    ],
-    "ingest and read": [("PATCH", "/api/v1/runs/a-run"), ("POST", "/api/v1/host-checks")],
-    "admin": [("DELETE", "/api/v1/runs/a-run"), ("GET", "/api/v1/audit")],
-    "": [
-        *(("GET", where) for where in ("/healthz", "/readyz", "/", "/fleet", "/runs/a-run", "/docs", "/openapi.json")),
-        *(("GET", where) for where in ("/static/style.css", "/swagger/swagger-ui.css", "/compare", "/help/crash")),
-        *(("GET", where) for where in ("/bokeh/bokeh.min.js", "/figures/none.js", "/perfetto/index.html")),
-    ],
-}
-"""Requests by the scope they need; '' for public routes."""
 HOLDERS: dict[str, set[str]] = {
     "no token": set(),
     "a wrong token": set(),
