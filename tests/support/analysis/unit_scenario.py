@@ -47,6 +47,7 @@ class Sharded:
         forward_prefetch: Each all-gather in forward begins when the unit before is used; else after its computation.
         backward_prefetch: The same in backward, as torch does it.
         blocks: Each collective blocks the computation, as on a CPU.
+        gathers_beside: All-gathers in forward do not, because the script launches them asynchronously.
         reshard: Blocks are gathered again in backward.
         late_ms: Further computation of rank 1 in the forward of the second unit.
         in_turn: Rank 0 computes as much longer in the forward of the third unit.
@@ -58,6 +59,7 @@ class Sharded:
     forward_prefetch: bool = True
     backward_prefetch: bool = True
     blocks: bool = False
+    gathers_beside: bool = False
     reshard: bool = True
     late_ms: float = 0.0
     in_turn: bool = False
@@ -108,7 +110,7 @@ class Sharded:
     def _train(self, step: _Step, factor: float) -> None:
         def launch(unit: int, kind: str) -> None:
             step.launch(unit, kind, (self.alpha_ms + self.sizes[unit] / RATE / MS) * factor)
-            if self.blocks:
+            if self._blocks(kind):
                 step.wait(unit, kind)
             else:
                 step.now = step.now + _LAUNCH_MS
@@ -116,7 +118,7 @@ class Sharded:
         def use(unit: int, kind: str) -> None:
             if (unit, kind) not in step.times:
                 launch(unit, kind)
-            if not self.blocks:
+            if not self._blocks(kind):
                 step.wait(unit, kind)
 
         for unit, compute in enumerate(self.compute_ms):
@@ -133,6 +135,9 @@ class Sharded:
             launch(unit, SCATTER)
         if not self.blocks:
             step.wait(0, SCATTER)
+
+    def _blocks(self, kind: str) -> bool:
+        return self.blocks and not (self.gathers_beside and kind == GATHER)
 
     def _late_ms(self, unit: int) -> Floats:
         """Further computation of each rank in the forward of a unit."""

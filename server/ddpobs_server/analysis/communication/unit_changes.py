@@ -24,7 +24,7 @@ def hidden_ns(units: UnitSteps) -> Floats:
     """Return the part of each exposed all-gather that a launch right after the one before it hides.
 
     The bytes move meanwhile while the rank computes, and no other collective moves. So at most the time without
-    collectives between the two launches is saved. Where collectives block, torch's own prefetch in backward already
+    collectives between the two launches is saved. Where they block, torch's own prefetch in backward already
     launches an all-gather before the computation that could hide it: then it is that computation's time.
 
     Returns:
@@ -46,7 +46,7 @@ def hidden_ns(units: UnitSteps) -> Floats:
 
 def _is_prefetched(units: UnitSteps, place: int) -> bool:
     """Whether a blocking all-gather in backward comes before the computation of another unit, which reduces next."""
-    if not units.blocks or units.rows[place].kind != _BACKWARD or place + 1 == len(units.rows):
+    if not units.blocks[place] or units.rows[place].kind != _BACKWARD or place + 1 == len(units.rows):
         return False
     following = units.rows[place + 1]
     return following.kind not in GATHERS and following.unit != units.rows[place].unit

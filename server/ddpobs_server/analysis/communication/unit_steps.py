@@ -39,7 +39,7 @@ class UnitSteps:
         moving_ns: Time without waiting for the last rank, shape [steps, collectives].
         exposed_ns: Shortest wait of training over the ranks, with the queue for the link: the last rank to arrive waits
             for no other. Same shape.
-        blocks: Whether each collective blocks the thread that launches it, as on a CPU.
+        blocks: Whether a collective blocks the thread that launches it, as on a CPU, shape [collectives].
         step_ns: Typical step.
     """
 
@@ -51,7 +51,7 @@ class UnitSteps:
     waited_ns: wire.Ints
     moving_ns: Floats
     exposed_ns: Floats
-    blocks: bool
+    blocks: npt.NDArray[np.bool_]
     step_ns: float
 
     def gain(self, saved_ns: Floats) -> Gain | None:
@@ -134,7 +134,7 @@ def _in_order(evidence: Evidence, columns: ColumnReader, spans: wire.Spans, join
         waited_ns=waited_ns,
         moving_ns=moving_ns,
         exposed_ns=waited_ns.min(axis=2).astype(np.float64),
-        blocks=bool((waited_ns == took_ns).all()),
+        blocks=np.asarray((waited_ns == took_ns).all(axis=(0, 2))),
         step_ns=float(np.median(evidence.joined.step_ns)),
     )
 
@@ -142,12 +142,14 @@ def _in_order(evidence: Evidence, columns: ColumnReader, spans: wire.Spans, join
 def unsteady_reason(evidence: Evidence, units: UnitSteps) -> str:
     """Return why the link alone does not explain the collectives' times; empty if it does.
 
-    Collectives on a device have the device's own copies beside the computation; those of gloo need processors.
+    Collectives on a device have the device's own copies beside the computation; those of gloo need processors, also if
+    they block no thread.
     """
     disturbed = disturbed_share(units.moving_ns.sum(axis=1))
     if disturbed > DISTURBED_SHARE:
         return f"{percent(disturbed)} of the collectives' time is beyond that of their fastest tenth"
-    lack = shortage(evidence) if units.blocks else ""
+    needs_processors = units.blocks.any() or any(hello.device == "cpu" for hello in evidence.hellos.values())
+    lack = shortage(evidence) if needs_processors else ""
     return f"{lack.sentence}, which a transfer beside the computation needs too" if isinstance(lack, Shortage) else ""
 
 

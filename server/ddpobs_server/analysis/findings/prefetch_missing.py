@@ -36,7 +36,7 @@ class PrefetchMissingFacts(Facts):
         forward_exposed_ns: Wait for all-gathers in forward, without waiting for a late rank.
         backward_exposed_ns: The same in backward.
         saved_by_unit_ns: Predicted saving by the name of the collective.
-        blocks: Whether collectives block the thread that launches them.
+        blocks: Whether one of these collectives blocks the thread that launches it.
         steps_used: Number of steps.
     """
 
@@ -75,6 +75,7 @@ def _finding(evidence: Evidence, units: UnitSteps, saved_ns: Floats, gain: Gain)
     most = int(typical_ns.argmax())
     places = np.flatnonzero(typical_ns > 0)
     titles = [bucket_title(units.module, int(units.index[place]), row) for place, row in enumerate(units.rows)]
+    blocks = bool(units.blocks[places].any())
     where = {_FORWARD: "Forward", _BACKWARD: "Backward"}
     verdict = where[passes[0]] if len(passes) == 1 else "Training"
     return Finding(
@@ -83,10 +84,10 @@ def _finding(evidence: Evidence, units: UnitSteps, saved_ns: Floats, gain: Gain)
         verdict=f"{verdict} waits for all-gathers that could begin earlier",
         measure=f"{duration(waited_ns)} a step in all-gathers, without waiting for a late rank",
         cause=f"{len(places)} all-gathers begin only after the computation before them"
-        if not units.blocks
+        if not blocks
         else f"{len(places)} all-gathers block the computation that could hide them",
         where=titles[most],
-        remedy=(_BLOCKING if units.blocks else " ".join(_REMEDIES[kind] for kind in passes)) + _MEMORY,
+        remedy=(_BLOCKING if blocks else " ".join(_REMEDIES[kind] for kind in passes)) + _MEMORY,
         steps=evidence.step_range,
         phase="exposed_comm",
         buckets=units.index[places].tolist()[:MAX_LISTED],
@@ -97,7 +98,7 @@ def _finding(evidence: Evidence, units: UnitSteps, saved_ns: Floats, gain: Gain)
             forward_exposed_ns=round(float(exposed_ns[of_kind[_FORWARD]].sum())),
             backward_exposed_ns=round(float(exposed_ns[of_kind[_BACKWARD]].sum())),
             saved_by_unit_ns={titles[place]: round(float(typical_ns[place])) for place in places[:MAX_LISTED]},
-            blocks=units.blocks,
+            blocks=blocks,
             steps_used=len(units.exposed_ns),
         ),
     )

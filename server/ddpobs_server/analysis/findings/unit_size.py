@@ -82,7 +82,7 @@ def divided_saving_ns(units: UnitSteps, computing_ns: tuple[float, float], parts
         parts: Number of units afterwards.
     """
     saved_ns = np.zeros(len(units.exposed_ns))
-    if units.blocks or len({row.unit for row in units.rows}) > 1:
+    if units.blocks.any() or len({row.unit for row in units.rows}) > 1:
         return saved_ns
     of_kind = {row.kind: units.exposed_ns[:, place] for place, row in enumerate(units.rows)}
     gathered_ns, scattered_ns = (of_kind.get(kind, saved_ns) for kind in ("all_gather", "reduce_scatter"))

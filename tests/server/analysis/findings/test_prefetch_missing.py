@@ -58,6 +58,17 @@ def test_all_gathers_that_block_the_computation_are_hidden_by_asynchronous_ones(
     assert 9 * 6e6 < finding.gain.step_ns < saved_ns(blocking, RUN)
 
 
+def test_after_asynchronous_gathers_in_forward_only_those_of_backward_are_left() -> None:
+    blocking = replace(RUN, blocks=True, forward_prefetch=False)
+    remedied = replace(RUN, blocks=True, gathers_beside=True)
+    before, after = (only(prefetch_missing(run.evidence(**FACTS))) for run in (blocking, remedied))
+    assert after.verdict == "Backward waits for all-gathers that could begin earlier"
+    assert facts_of(PrefetchMissingFacts, after).blocks
+    assert before.gain is not None
+    assert after.gain is not None
+    assert before.gain.step_ns - after.gain.step_ns == pytest.approx(saved_ns(blocking, remedied), rel=0.05)
+
+
 @pytest.mark.parametrize(
     "run",
     [
@@ -82,6 +93,7 @@ def test_waits_that_no_earlier_launch_hides_are_no_finding(run: Sharded) -> None
         (LATE, FACTS | {"separate_groups_reason": "ranks of other groups"}, "ranks of other groups"),
         (replace(LATE, jitter=np.where(np.arange(40) % 4 == 0, 1.0, 6.0)), FACTS, "beyond that of their fastest tenth"),
         (replace(LATE, blocks=True), on_hosts(2, hosts=1, processors="0-1"), "share 2 processors"),
+        (LATE, on_hosts(2, hosts=1, processors="0-1"), "share 2 processors"),
     ],
 )
 def test_what_the_evidence_does_not_show_is_not_judged(run: Sharded, facts: dict[str, Any], reason: str) -> None:
