@@ -41,6 +41,8 @@ class Ratio:
     high: float
 
     def __str__(self) -> str:
+        if math.isinf(self.high):
+            return f"{self.middle:.3f} (one launch)"
         return f"{self.middle:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
     def verdict(self, limit: float) -> str:
