@@ -24,7 +24,7 @@ from benchmarks.pairs import Ratio, ratio
 from benchmarks.paper import losses, operations, order, readiness, scaling
 from benchmarks.paper.experiments import EXPERIMENTS
 from benchmarks.paper.tables import CLAIMS_HEAD, claims, memory
-from benchmarks.tables import compare, rows_of
+from benchmarks.tables import change, compare, rows_of
 from benchmarks.whatif import __main__ as whatif
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,14 +48,6 @@ NOT_MEASURED = "Not measured yet.\n"
 def newest(benchmark: str) -> Any:
     """Content of a benchmark's newest result."""
     return json.loads(files(benchmark)[-1].read_text())
-
-
-def change(ratio: Ratio | None) -> str:
-    """Return a ratio in per cent with its 95 % interval, such as "-3.2 (-5.2 to -1.2)"; negative is less."""
-    if ratio is None:
-        return ""
-    middle, low, high = (100 * (value - 1) for value in (ratio.middle, ratio.low, ratio.high))
-    return f"{middle:z.1f}" + ("" if ratio.high == float("inf") else f" ({low:z.1f} to {high:z.1f})")
 
 
 def _steps() -> str:

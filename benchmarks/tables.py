@@ -126,3 +126,11 @@ def rows_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table of these rows."""
     title, *lines = ["| " + " | ".join(line) + " |" for line in (head, *rows)]
     return "\n".join([title, "|" + "---|" * len(head), *lines]) + "\n"
+
+
+def change(ratio: Ratio | None) -> str:
+    """Return a ratio in per cent with its 95 % interval, such as "-3.2 (-5.2 to -1.2)"; negative is less."""
+    if ratio is None:
+        return ""
+    middle, low, high = (100 * (value - 1) for value in (ratio.middle, ratio.low, ratio.high))
+    return f"{middle:z.1f}" + ("" if ratio.high == float("inf") else f" ({low:z.1f} to {high:z.1f})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -90,6 +91,15 @@ class RankTrace:
         """The time at which the device reaches what the host does at `host_ns`, as an event on its stream tells it."""
         before = int(np.searchsorted(self.device_ns[:, 0], host_ns, side="right"))
         return max(host_ns, int(self.device_ns[before - 1, 1])) if before else host_ns
+
+    def with_backwards(self) -> Iterator[tuple[Collective, int | None]]:
+        """The collectives, each with the index of the backward under way or next at its launch; None after the last."""
+        backwards = [index for index, call in enumerate(self.calls) if call.kind == "backward"]
+        at = 0
+        for one in self.collectives:
+            while at < len(backwards) and self.calls[backwards[at]].ended_ns < one.launched_ns:
+                at += 1
+            yield one, backwards[at] if at < len(backwards) else None
 
     def computes_after(self, at_ns: int) -> int:
         """The first moment from `at_ns` on at which a computation begins or is under way; the end of time if none."""

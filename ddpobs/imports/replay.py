@@ -127,16 +127,11 @@ def _shared_out(trace: RankTrace) -> tuple[list[list[Collective]], list[Collecti
     """The buckets of each call, and all other collectives."""
     buckets: list[list[Collective]] = [[] for _ in trace.calls]
     others: list[Collective] = []
-    backwards = [index for index, call in enumerate(trace.calls) if call.kind == "backward"]
-    at = 0
-    for one in trace.collectives:
-        while at < len(backwards) and trace.calls[backwards[at]].ended_ns < one.launched_ns:
-            at += 1
-        inside = at < len(backwards) and trace.calls[backwards[at]].began_ns <= one.launched_ns
-        if inside and one.name in _REDUCED:
-            buckets[backwards[at]].append(one)
-        else:
+    for one, backward in trace.with_backwards():
+        if backward is None or trace.calls[backward].began_ns > one.launched_ns or one.name not in _REDUCED:
             others.append(one)
+        else:
+            buckets[backward].append(one)
     return buckets, others
 
 

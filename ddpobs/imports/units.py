@@ -131,12 +131,9 @@ def passes(trace: RankTrace) -> tuple[list[list[Collective]], list[Collective]]:
     """The units' collectives by call, all at the backward that reduces their gradients next; and all others."""
     by_call: list[list[Collective]] = [[] for _ in trace.calls]
     others: list[Collective] = []
+    for one, backward in trace.with_backwards():
+        (others if backward is None or not one.unit else by_call[backward]).append(one)
     backwards = [index for index, call in enumerate(trace.calls) if call.kind == "backward"]
-    at = 0
-    for one in trace.collectives:
-        while at < len(backwards) and trace.calls[backwards[at]].ended_ns < one.launched_ns:
-            at += 1
-        (by_call[backwards[at]] if one.unit and at < len(backwards) else others).append(one)
     for index, following in pairwise(backwards):
         if not any(map(reduces, by_call[index])):  # A micro-batch of several.
             by_call[index], by_call[following] = [], by_call[index] + by_call[following]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,29 +15,18 @@ from ddpobs_server.analysis.findings.hang import HangFacts, hang
 from ddpobs_server.analysis.steps.intervals import StepClock
 
 from ddpobs import wire
-from tests.support.analysis.failures import evidence
+from tests.support.analysis.failures import (
+    Layouts,
+    S,
+    at,
+    evidence,
+    failed,
+    gave_up,
+    gave_up_evidence,
+    pulse,
+    terminated,
+)
 from tests.support.analysis.judged import facts_of, only
-
-S = 10**9
-
-
-def pulse(activity: str, **fields: Any) -> wire.Pulse:
-    known: dict[str, Any] = {
-        "phase": "backward",
-        "step": 7,
-        "idle_ns": 12 * S,
-        "patience_ns": 8 * S,
-        "synchronised": 7,
-        "place": "a.py:3",
-        "activity": activity,
-    }
-    return wire.Pulse(at_ns=0, **(known | fields))
-
-
-class Layouts:
-    def layouts(self) -> list[wire.Layout]:
-        bucket = wire.Bucket(size_bytes=8, dtype="float32", parameters=[wire.Parameter(name="head.weight", size=2)])
-        return [wire.Layout(module=0, name="model", revision=1, comm="all_reduce", buckets=[bucket])]
 
 
 def test_a_hang_names_rank_phase_bucket_parameters_and_stacks() -> None:
@@ -141,11 +129,6 @@ def test_a_stuck_pulse_of_an_earlier_hang_is_no_hang_at_the_end() -> None:
     judged = ended_in_hang("terminated", signal="SIGTERM")
     earlier = {rank: msgspec.structs.replace(pulse, at_ns=60 * S) for rank, pulse in judged.stuck_pulses.items()}
     assert hang(replace(judged, stuck_pulses=earlier)) == []
-
-
-def failed(rank: int, error: str, message: str, wall_s: int, **facts: Any) -> tuple[int, wire.Event]:
-    detail = {"error": error, "message": message, "wall_ns": wall_s * S, "phase": "forward", "bucket": -1, **facts}
-    return rank, wire.Event(kind="failed", at_ns=0, step=6, detail=detail)
 
 
 @pytest.mark.parametrize(("idle_s", "hung"), [(40, False), (80, True)])
@@ -288,91 +271,6 @@ def test_broken_connections_alone_name_no_culprit_and_a_terminated_run_did_not_c
     assert "no rank reported an error of its own" in finding.cause
     terminated = (0, wire.Event(kind="terminated", at_ns=0, step=6, detail={"signal": "SIGTERM"}))
     assert crash(evidence(events=[terminated])) == []
-
-
-TIMEOUT = "[gloo] Timed out waiting 14000ms for recv operation to complete"
-
-
-def gave_up(rank: int, wall_s: int = 100, **facts: Any) -> tuple[int, wire.Event]:
-    return failed(rank, "RuntimeError", TIMEOUT, wall_s, **facts)
-
-
-def at(wall_s: int, activity: str, idle_s: int = 14, **fields: Any) -> wire.Pulse:
-    known = {"idle_ns": idle_s * S, "step": 6, "synchronised": 7 if activity == "bucket" else 6, "module": 0}
-    return msgspec.structs.replace(pulse(activity, **known | fields), at_ns=wall_s * S)
-
-
-def gave_up_evidence(*events: tuple[int, wire.Event], **pulses: wire.Pulse) -> Evidence:
-    """A run whose rank 0 waited in bucket 0 of step 6 until 100 s, when its collective timed out."""
-    by_rank = {0: at(99, "bucket", bucket=0)} | {int(name[1:]): each for name, each in pulses.items()}
-    ended = {rank: "failed" for rank, event in events if event.kind in ("failed", "terminated")}
-    world_size = len(by_rank)
-    processes = [Process(rank, None) for rank in range(world_size)]
-    known = {"processes": processes, "columns": Layouts(), "hosts": dict.fromkeys(range(world_size), "one")}
-    return evidence(events=list(events), pulses=by_rank, ended=ended, world_size=world_size, **known)
-
-
-def terminated(rank: int, wall_s: int) -> tuple[int, wire.Event]:
-    return rank, wire.Event(kind="terminated", at_ns=0, step=6, detail={"wall_ns": wall_s * S, "signal": "SIGTERM"})
-
-
-SLEPT = (1, wire.Event(kind="stuck", at_ns=0, step=6, detail={
-    "activity": "code", "idle_ns": 35 * S, "wall_ns": 121 * S, "place": "a.py:3", "outcome": "went on",
-}))  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("events", "pulses"),
-    [
-        pytest.param([gave_up(0)], {"r1": at(104, "code", 18)}, id="still sleeps"),
-        pytest.param([gave_up(0), terminated(1, 101)], {"r1": at(99, "code", 13)}, id="terminated by the launcher"),
-        pytest.param(
-            [gave_up(0), gave_up(1, 122), SLEPT], {"r1": at(121, "bucket", 0, bucket=0)}, id="came afterwards"
-        ),
-        pytest.param([gave_up(0)], {"r1": at(130, "evaluation", 0)}, id="works on, behind"),
-        pytest.param([gave_up(0)], {"r1": at(101, "checkpoint", 0)}, id="saves"),
-        pytest.param(
-            [gave_up(0), gave_up(2, 101)],
-            {"r1": at(104, "code", 18), "r2": at(100, "bucket", 15, bucket=0)},
-            id="two ranks waited",
-        ),
-    ],
-)
-def test_a_crash_by_a_timeout_names_the_rank_that_did_not_come(
-    events: list[tuple[int, wire.Event]], pulses: dict[str, wire.Pulse]
-) -> None:
-    judged = gave_up_evidence(*events, **pulses)
-    finding = only([*crash(judged), *hang(judged)])
-    assert (finding.verdict, finding.ranks) == ("Rank 0 ended in step 6, waiting for rank 1", [1])
-    assert finding.cause.startswith("rank 1 had been in ")
-    assert "(a.py:3)" in finding.cause
-    assert "in bucket 0.0 of step 6" in finding.cause
-    assert finding.measure == f"RuntimeError: {TIMEOUT}"
-    assert (finding.buckets, finding.parameters) == ([0], ["head.weight"])
-
-
-def test_a_rank_that_ended_its_training_earlier_is_the_one_that_was_waited_for() -> None:
-    judged = gave_up_evidence(gave_up(0), r1=at(80, "code", 2))
-    finding = only(crash(replace(judged, ended={0: "failed", 1: "finished"})))
-    assert (finding.ranks, finding.cause.partition(";")[0]) == ([1], "rank 1 had ended its training")
-
-
-@pytest.mark.parametrize(
-    ("events", "pulses"),
-    [
-        pytest.param([gave_up(0), gave_up(1)], {"r1": at(99, "bucket", bucket=0)}, id="both waited in one bucket"),
-        pytest.param([gave_up(0)], {"r1": at(130, "code", 2, synchronised=7)}, id="went on, place then unknown"),
-        pytest.param(
-            [gave_up(0)], {"r1": at(104, "code", 18), "r2": at(130, "code", 2, synchronised=7)}, id="a rank is unknown"
-        ),
-    ],
-)
-def test_a_crash_by_a_timeout_names_no_rank_and_no_connection_if_none_was_seen_elsewhere(
-    events: list[tuple[int, wire.Event]], pulses: dict[str, wire.Pulse]
-) -> None:
-    finding = only(crash(gave_up_evidence(*events, **pulses)))
-    assert (finding.verdict, finding.ranks) == ("Rank 0 lost its connection in forward of step 6", [0])
-    assert "connection" not in finding.remedy
 
 
 def test_a_hang_that_only_waiting_ranks_recorded_names_them_as_waiting() -> None:
