@@ -24,6 +24,7 @@ from benchmarks import measured
 from benchmarks.paper.experiments import EXPERIMENTS
 from ddpobs import TelemetryConfig, cli, wire
 from ddpobs.recording.error_text import describe
+from scripts.docs_site import command_reference
 from tests.support.longest_files import FIRST
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,20 +175,23 @@ def test_the_operators_guide_has_every_setting_command_and_alert_of_the_collecto
     assert [pattern for pattern in required if not re.search(pattern, OPERATIONS)] == []
 
 
-def test_the_terminal_page_has_every_command_with_each_of_its_options() -> None:
-    page = (ROOT / "docs" / "terminal.md").read_text()
+def test_the_terminal_page_has_every_command_and_the_reference_each_of_its_options() -> None:
+    page, reference = (ROOT / "docs" / "terminal.md").read_text(), command_reference()
     missing = []
     for name, command in commands_of(cli.main).items():
         if command.hidden:
             continue
-        row = re.search(rf"^\| `ddpobs {name}\b(.*)$", page, re.MULTILINE)
+        missing += [] if re.search(rf"^\| `ddpobs {name}\b", page, re.MULTILINE) else [name]
+        part = reference.partition(f"## ddpobs {name}\n")[2].partition("\n## ")[0]
         options = [parameter.opts[0] for parameter in command.params if parameter.param_type_name == "option"]
-        common = {"--collector", "--help", *(["--run"] if name == "run" else [])}
-        if row is None:
-            missing.append(name)
-        else:
-            missing += [f"{name} {option}" for option in options if option not in common and option not in row[1]]
+        missing += [f"{name} {option}" for option in options if f"| `{option}" not in part]
     assert missing == []
+
+
+def test_the_settings_in_bold_are_the_flags_of_the_collector() -> None:
+    bold = re.findall(r"^\| \*\*`DDPOBS_SERVER_([A-Z_]+)`\*\*", OPERATIONS, re.MULTILINE)
+    flags = [parameter.name.upper() for parameter in commands_of(server_cli)["serve"].params]
+    assert sorted(bold) == sorted(flags)
 
 
 def test_the_guide_to_the_page_has_every_figure() -> None:
@@ -227,7 +231,7 @@ def test_the_list_of_a_batchs_content_has_the_source_lines_that_a_traceback_send
         by_default, without = (describe(error, texts) for texts in (TelemetryConfig().traceback, False))
     assert "raise ValueError" in str(by_default["traceback"])
     assert set(without) == {"error"}
-    content = OPERATIONS.partition("**Content of a batch.**")[2].partition("\n\n")[0]
+    content = " ".join(OPERATIONS.partition("**Content of a batch.**")[2].partition("\n\n")[0].split())
     assert "lines of source code" in content
     assert "last lines of a failed command's stderr" in content
     assert "`DDPOBS_TRACEBACK=0`" in content
