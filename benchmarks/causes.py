@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from ddpobs_server.analysis.steps.joined_steps import join
 
 from benchmarks.faults.launch import ranks_of
 from benchmarks.faults.slowing import CASES, SLOW
+from benchmarks.tables import rows_of
 from ddpobs import wire
 from ddpobs.export.spool import Spool
 
@@ -98,17 +98,24 @@ def verdict(findings: list[Finding]) -> set[tuple[str, str | None]]:
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """Return a Markdown table."""
-    lines = ["| rank 1 | right, undisturbed | right, disturbed | other verdicts |", "|---|---|---|---|"]
+    """Return a Markdown table: the runs that are right, and of the others those with no, a part of, a wrong verdict."""
+    rows = []
     for case, runs in results.items():
-        counts = []
-        for disturbed in (False, True):
-            chosen = [run["right"] for run in runs if (run["disturbance"] > _DISTURBED) == disturbed]
-            counts.append(f"{sum(chosen)} of {len(chosen)}")
-        wrong_verdicts = Counter(", ".join(map(str, run["verdict"])) or "none" for run in runs if not run["right"])
-        wrong = "; ".join(f"{count} times {text}" for text, count in wrong_verdicts.items())
-        lines.append(f"| {case} | {counts[0]} | {counts[1]} | {wrong} |")
-    return "\n".join(lines)
+        disturbed = [run["disturbance"] > _DISTURBED for run in runs]
+        verdicts = [set(run["verdict"]) for run in runs if not run["right"]]
+        true = set(map(str, RIGHT[case]))
+        others = [
+            sum(not named for named in verdicts),
+            sum(bool(named) and named < true for named in verdicts),
+            sum(not named <= true for named in verdicts),
+        ]
+        rows.append([case, _right(runs, disturbed, False), _right(runs, disturbed, True), *map(str, others)])
+    return rows_of(["rank 1", "right, undisturbed", "right, disturbed", "no cause", "one of two", "wrong"], rows)
+
+
+def _right(runs: list[dict[str, Any]], disturbed: list[bool], kind: bool) -> str:
+    chosen = [run["right"] for run, is_disturbed in zip(runs, disturbed, strict=True) if is_disturbed == kind]
+    return f"{sum(chosen)} of {len(chosen)}"
 
 
 def main() -> None:

@@ -160,16 +160,16 @@ def _check(server: cluster.Server) -> str:
     return next(line for line in text.splitlines() if "cluster" in line)
 
 
-def table(found: Figures, *, with_reads: bool = True) -> str:
+def table(found: Figures) -> str:
     """Markdown table of the medians. Those of reads vary with other load more than with the database."""
-    names = {"spans_per_s": "spans a second", "ack_p99_ms": "99 % acknowledged within, ms"}
-    if with_reads:
-        names |= {
-            "diagnostics_ms": "diagnosis, ms",
-            "steps_ms": "steps, ms",
-            "buckets_ms": "buckets, ms",
-            "list_ms": "list, ms",
-        }
+    names = {
+        "spans_per_s": "spans a second",
+        "ack_p99_ms": "99 % acknowledged within, ms",
+        "diagnostics_ms": "diagnosis, ms",
+        "steps_ms": "steps, ms",
+        "buckets_ms": "buckets, ms",
+        "list_ms": "list, ms",
+    }
     rows = [
         [load, target, *(f"{results[name]:,.0f}" for name in names)]
         for load, by_target in found.items()

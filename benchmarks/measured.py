@@ -16,23 +16,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import auto_cap, causes, citus, communication, crashes, hangs, ingest_parts, switched
+from benchmarks import auto_cap, causes, communication, crashes, hangs, switched
 from benchmarks.broken import FAULTS
 from benchmarks.diagnosis.tables import table as diagnosis_table
 from benchmarks.models import MODELS
 from benchmarks.pairs import Ratio, ratio
 from benchmarks.paper import losses, operations, order, readiness, scaling
 from benchmarks.paper.experiments import EXPERIMENTS
-from benchmarks.paper.tables import CLAIMS_HEAD, claims, memory
+from benchmarks.paper.tables import CLAIMS_HEAD, claims
 from benchmarks.tables import change, compare, rows_of
 from benchmarks.whatif import __main__ as whatif
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = tuple(
-    ROOT / "docs" / name
-    for name in ("measurements.md", "methods/diagnosis-truth.md", "paper.md", "whatif.md", "ddp.md")
-)
+PAGES = tuple(ROOT / "docs" / name for name in ("measurements.md", "paper.md", "whatif.md", "ddp.md"))
 _MARK = re.compile(r"<!-- table: ([\w-]+) -->\n(?:.+\n)*")
 
 
@@ -141,6 +138,11 @@ _READS = {
         "wide: one rank sent": "`/metrics` with a run of 1,024 ranks",
         "many: every run sent": "`/metrics` with 1,000 runs of 4 ranks",
     },
+    "many-runs": {
+        "the first page of the list": "the list of 5,000 runs, first page",
+        "the whole list": "the whole list of 5,000 runs",
+        "a scrape without news": "`/metrics` with 5,000 runs",
+    },
     "whole-run": {
         "diagnostics": "diagnosis of a million steps by 1,024 ranks",
         "points of all ranks together": "their step times in 1,000 points",
@@ -157,11 +159,13 @@ def _reads() -> str:
     rows = []
     for benchmark, titles in _READS.items():
         found = newest(benchmark)
-        medians = found.get("median_ms") or {
-            name: value["median_ms"] for name, value in found.items() if name in titles
-        }
+        medians = found.get("median_ms") or {name: _milliseconds(found, name) for name in titles}
         rows += [[title, f"{medians[name]:,.0f}"] for name, title in titles.items()]
     return rows_of(["", "median, ms"], rows)
+
+
+def _milliseconds(found: dict[str, Any], name: str) -> float:
+    return float(found[name]["median_ms"] if name in found else found[f"{name}, ms"])
 
 
 def _auto_caps() -> str:
@@ -174,24 +178,6 @@ def _auto_caps() -> str:
         rows.append([rate, gains[0], best, gains[1], str(tried["steps"]), f"{lost:.0f}"])
     head = ["link", "over the default, %", "best cap of the sweep, MB", "over it, %", "steps of the search", "its cost"]
     return rows_of(head, rows)
-
-
-_PEAKS = {
-    "wide": "1,024 ranks, 2,000 steps",
-    "buckets": "1,024 ranks with 1,000 buckets",
-    "many": "16,384 ranks",
-    "long": "16 ranks, 50,000 steps",
-}
-"""The runs in the table of peaks, with their titles."""
-
-
-def _peaks() -> str:
-    rows = []
-    for run, reads in newest("read-peaks").items():
-        growth_mb = {path: row["growth_mb"] for path, row in reads.items() if row["status"] == 200}
-        path = max(growth_mb, key=growth_mb.__getitem__)
-        rows.append([_PEAKS[run], f"`{path.partition('?with=')[0]}`", f"{growth_mb[path]:,.0f}"])
-    return rows_of(["run", "the read that takes most", "MB"], rows)
 
 
 _INGEST = {"spans_per_s": "bucket spans a second", "ack_p99_ms": "99 % acknowledged within, ms"}
@@ -290,48 +276,6 @@ def _soak_column(found: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _many_runs() -> str:
-    if not files("many-runs"):
-        return NOT_MEASURED
-    found = newest("many-runs")
-    has_times = any(name.endswith(", processor ms") for name in found)  # An older result lacks them.
-    columns = {"processor time, ms": ("{}, processor ms", ",.0f")} if has_times else {}
-    columns["latency of a neighbour, of that alone"] = ("neighbour during {}, ratio", ".2f")
-    rows = []
-    for name, value in found.items():
-        title, _, unit = name.rpartition(", ")
-        if unit in ("ms", "s") and title != "neighbour alone":
-            others = [(name.format(title), text) for name, text in columns.values()]
-            cells = [format(found[other], text) if other in found else "" for other, text in others]
-            rows.append([title, f"{value:,.0f} {unit}", *cells])
-    background = found["neighbour during background work, ratio"]
-    rows += [
-        ["all background work", *[""] * len(columns), f"{background:.2f}"],
-        ["memory, peak", f"{found['memory, peak MB']:,.0f} MB", *[""] * len(columns)],
-    ]
-    return rows_of([f"{found['runs']:,} runs", "", *columns], rows)
-
-
-def _extremes() -> str:
-    if not files("extremes"):
-        return NOT_MEASURED
-    found = newest("extremes")
-    sides = found["by_ranks"], found["by_buckets"]
-    head = [""]
-    for count in (f"{found['ranks']:,} ranks", f"{found['buckets']:,} buckets"):
-        head += [f"{count}: response, MB", "processor time, s", "growth of memory, MB"]
-    costly = sorted(sides[0], key=lambda title: max(side[title]["processor_s"] for side in sides))[-4:]
-    rows = [[title, *(cell for side in sides for cell in _costs(side[title]))] for title in reversed(costly)]
-    return rows_of(head, rows)
-
-
-def _costs(read: dict[str, float]) -> list[str]:
-    """MB, seconds and growth of memory of a read; its status if it was refused."""
-    if read["status"] != 200:
-        return [f"refused ({read['status']:.0f})", "", ""]
-    return [f"{read[name]:,.1f}" for name in ("mb", "processor_s", "peak_mb")]
-
-
 def _paper(experiment: str, table: Callable[[dict[str, Any]], str]) -> str:
     return table(newest(f"paper/{experiment}")) if files(f"paper/{experiment}") else NOT_MEASURED
 
@@ -340,8 +284,12 @@ def _claims() -> str:
     measured = {name: newest(f"paper/{name}") for name in EXPERIMENTS if files(f"paper/{name}")}
     rows = {name: claims(results) for name, results in measured.items()}
     rows["convergence"] = losses.claims(newest("paper/convergence")["found"])
-    # The page has the claims.
-    cells = [[row[0].partition(":")[0], name, *row[1:]] for name, each in rows.items() for row in each]
+    # The page has the claims, and says which are unchecked.
+    cells = [
+        [row[0].partition(":")[0].removesuffix(" (unchecked)"), name, *row[1:]]
+        for name, each in rows.items()
+        for row in each
+    ]
     return rows_of([CLAIMS_HEAD[0], "NAME", *CLAIMS_HEAD[1:]], cells)
 
 
@@ -354,21 +302,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "endurance": _endurance,
     "hangs": lambda: hangs.table(newest("hangs")["ranks"]["2"]) + "\n",
     "crashes": lambda: crashes.table([crashes.Crash(**row) for row in newest("crashes")]) + "\n",
-    "causes": lambda: causes.table(newest("causes")) + "\n",
+    "causes": lambda: causes.table(newest("causes")),
     "compare": _compare,
     "ingest": _figures("ingest", _INGEST),
-    "ingest-parts": lambda: ingest_parts.table(newest("ingest-parts")),
-    "citus": lambda: citus.table(newest("citus")["figures"], with_reads=False) if files("citus") else NOT_MEASURED,
     "job": _figures("job", _JOB),
     "reads": _reads,
-    "peaks": _peaks,
-    "many-runs": _many_runs,
     "auto-caps": _auto_caps,
     "whatif": lambda: whatif.errors(newest("whatif")) + "\n",
-    "extremes": _extremes,
     "soak": _soak,
     "strategies": _strategies,
-    "diagnosis-cases": lambda: _diagnosis(0),
     "diagnosis-sums": lambda: _diagnosis(1),
     "diagnosis-alarms": lambda: _diagnosis(2),
     "paper-claims": _claims,
@@ -377,7 +319,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "paper-readiness": partial(_paper, "readiness", readiness.table),
     "paper-servers": partial(_paper, "servers", communication.traffic),
     "paper-order": lambda: order.table(newest("paper/order")["found"]),
-    "paper-memory": partial(_paper, "unused", memory),
 }
 
 

@@ -15,8 +15,12 @@ from typing import Any
 from ddpobs_server.analysis.finding import Facts
 from ddpobs_server.analysis.findings.registry import FACTS, MODULES
 from ddpobs_server.app import create_app
+from ddpobs_server.metrics.fleet_metrics import render_fleet
+from ddpobs_server.metrics.run_metrics import PRESENT, STORED
+from ddpobs_server.metrics.run_metrics import headers as run_headers
 from ddpobs_server.operations.commands import cli as server_commands
 from ddpobs_server.settings import Settings
+from prometheus_client import generate_latest
 from typer.main import get_command
 
 from ddpobs.cli import main as commands
@@ -145,5 +149,22 @@ def _facts(module: ModuleType, facts: type[Facts]) -> str:
     return "\n".join([*head, *rows])
 
 
-_GENERATED = {"[commands]": command_reference, "[fields]": field_reference, "[evidence]": evidence_reference}
+def metric_reference() -> str:
+    """Each metric of runs and of the fleet with its labels and its help, as Markdown."""
+    labels = {metric.name: ", ".join(sorted((*metric.labels, "run"))) for metric in (*STORED, *PRESENT)}
+    headers = {**run_headers(generate_latest), "": render_fleet(None, generate_latest)}
+    rows = [
+        f"| `{found[1]}` | {labels.get(name, '')} | {_cell(found[2])} |"
+        for name, header in headers.items()
+        for found in re.finditer(r"^# HELP (\w+) (.+)$", header.decode(), re.MULTILINE)
+    ]
+    return "\n".join(["| metric | labels | meaning |", "|---|---|---|", *rows])
+
+
+_GENERATED = {
+    "[commands]": command_reference,
+    "[fields]": field_reference,
+    "[evidence]": evidence_reference,
+    "[metrics]": metric_reference,
+}
 """What stands in the place of a line of a page."""

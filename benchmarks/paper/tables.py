@@ -79,27 +79,6 @@ def claims(results: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def memory(results: dict[str, Any]) -> str:
-    """Return what `find_unused_parameters` adds to the peak of a process's memory, and to the training's part of it.
-
-    Most of the whole is Python and torch. An older result has the whole alone.
-    """
-    rows = []
-    for setting, found in results["settings"].items():
-        for ddp in ("torch", "ours"):
-            with_flag, without = found[f"{ddp}, finds unused"], found[ddp]
-            cells = [str(_of_launches(with_flag, without, "peak_mb"))]
-            has_growth = all("growth_mb" in launch for launch in with_flag + without)
-            cells.append(str(_of_launches(with_flag, without, "growth_mb")) if has_growth else "")
-            rows.append([place(setting), ddp, *cells])
-    return rows_of(["measured with", "DDP", "peak with the flag, of that without", "the training's part"], rows)
-
-
-def _of_launches(with_flag: Launches, without: Launches, name: str) -> Ratio:
-    values = [[[launch[name]] for launch in launches] for launches in (with_flag, without)]
-    return ratio(*values)
-
-
 def place(setting: str) -> str:
     """Return model and link, as a reader knows them."""
     model, _, rate = setting.partition(", ")

@@ -14,7 +14,7 @@ from benchmarks.paper import losses as loss_tables
 from benchmarks.paper.experiments import EXPERIMENTS, FROM_25_MB, LINES, RANKS, Claim
 from benchmarks.paper.loss_plot import draw_losses
 from benchmarks.paper.plots import draw
-from benchmarks.paper.tables import claims, memory, table, verdict
+from benchmarks.paper.tables import claims, table, verdict
 from tests.support.integration.tools import need
 from tests.support.smoke import LIMIT_S, run
 
@@ -76,15 +76,6 @@ def test_predictions_are_multiples_of_one_rank_s_batch_over_all_launches() -> No
     second["predicted"]["every 1"] = [[6.0, 3.0, 7.0]] * len(RANKS)
     row = scaling.predictions(found).splitlines()[2]
     assert row == "| 400 tiny parameters, 1gbit | every 1 | 2.50 " + "| 2.50 (1.50 to 3.50) " * 4 + "|"
-
-
-def test_memory_is_compared_with_the_same_ddp_without_the_flag() -> None:
-    found = results("unused", {})
-    for launch in found["settings"]["tiny, 1gbit"]["torch, finds unused"]:
-        launch |= {"peak_mb": 112.0, "growth_mb": 22.0}
-    torch, ours = memory(found).splitlines()[2:]
-    assert torch.endswith("| torch | 1.120 [1.120, 1.120] | 2.200 [2.200, 2.200] |")
-    assert ours.endswith("| ours | 1.000 [1.000, 1.000] | 1.000 [1.000, 1.000] |")
 
 
 def test_a_bucket_is_complete_when_its_last_gradient_and_the_buckets_before_it_are() -> None:
