@@ -16,6 +16,7 @@ from ddpobs_server.analysis.finding import Facts
 from ddpobs_server.analysis.findings.registry import FACTS, MODULES
 from ddpobs_server.app import create_app
 from ddpobs_server.metrics.fleet_metrics import render_fleet
+from ddpobs_server.metrics.metric import Metric
 from ddpobs_server.metrics.run_metrics import PRESENT, STORED
 from ddpobs_server.metrics.run_metrics import headers as run_headers
 from ddpobs_server.operations.commands import cli as server_commands
@@ -151,7 +152,8 @@ def _facts(module: ModuleType, facts: type[Facts]) -> str:
 
 def metric_reference() -> str:
     """Each metric of runs and of the fleet with its labels and its help, as Markdown."""
-    labels = {metric.name: ", ".join(sorted((*metric.labels, "run"))) for metric in (*STORED, *PRESENT)}
+    metrics: tuple[Metric[Any], ...] = (*STORED, *PRESENT)
+    labels = {metric.name: ", ".join(sorted((*metric.labels, "run"))) for metric in metrics}
     headers = {**run_headers(generate_latest), "": render_fleet(None, generate_latest)}
     rows = [
         f"| `{found[1]}` | {labels.get(name, '')} | {_cell(found[2])} |"

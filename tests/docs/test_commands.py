@@ -52,7 +52,6 @@ NOT_RUN = {
     r"^openapi-python-client ": "tests/server/api/test_openapi.py generates a client and uses it",
     r"^ddpobs horovodrun ": "tests/integration/test_frameworks.py starts ranks with it",
     r"^torchrun --nnodes 2:4 ": "needs several hosts; tests/horovod/test_elastic.py restarts ranks on one",
-    r"^git clone |benchmarks.horovod_suite ": "downloads Horovod; tests/benchmarks/test_horovod_suite.py runs it",
     r"^mpiexec ": "tests/mpi/test_mpi.py starts ranks with mpiexec",
     r"-- torchrun .* examples/": "tests/examples/test_examples.py starts it",
 }

@@ -246,14 +246,16 @@ starts FSDP2 under `ddpobs run`, `tests/examples` a pipeline, and `test_pipeline
 
 
 def table() -> str:
-    """Return the table in Markdown; frameworks with the same cells share a row."""
-    head = ["", *(f"`{way}`" for way in UNDER_RUN), IN_CODE, f"`{VARIABLE}`"]
-    names: dict[tuple[str, ...], list[str]] = {}
-    for name, cells in TABLE.items():
-        names.setdefault(tuple("✓" if isinstance(cell, Cell) else cell for cell in cells), []).append(name)
-    rows = [head, *([", ".join(same), *cells] for cells, same in names.items())]
-    title, *lines = [f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows]
-    return "\n".join([title, "|" + "---|" * len(head), *lines])
+    """Return the tested cells in Markdown; frameworks with the same cells share a row."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for name in TABLE:
+        tested = [way for way in WAYS if (name, way) in CELLS]
+        under = ", ".join(f"`{way}`" for way in tested if way in UNDER_RUN)
+        beside = ", ".join(way if way == IN_CODE else f"`{way}`" for way in tested if way not in UNDER_RUN)
+        names.setdefault((under, beside), []).append(name)
+    head = ["training", "under `ddpobs run`", "without it"]
+    rows = [head, ["---"] * 3, *([", ".join(same), *cells] for cells, same in names.items())]
+    return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
 
 
 if __name__ == "__main__":
