@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -13,8 +14,9 @@ from tests.support.integration.slow_ranks import SLOW_RANK
 
 @pytest.fixture(scope="session")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a collector."""
+    """The address of a collector, whose work waits for that of the ranks: they share the processors with it."""
     with collector(tmp_path_factory.mktemp("collector"), public_url="https://ddpobs.example") as running:
+        os.setpriority(os.PRIO_PGRP, running.process.pid, 19)
         yield running.url
 
 

@@ -19,6 +19,19 @@ def stragglers(url: str, run: str) -> list[dict[str, Any]]:
     return [f for f in get(url, run, "/diagnostics")["findings"] if f["code"] == "straggler"]
 
 
+def stragglers_unless_preempted(url: str, run: str) -> list[dict[str, Any]]:
+    """The slow ranks of a balanced training, without those that the kernel saw waiting for a processor.
+
+    A balanced training on a machine that another program shares has a slow rank: the finding is right there.
+    """
+    return [finding for finding in stragglers(url, run) if not _is_preempted(finding["evidence"])]
+
+
+def _is_preempted(evidence: dict[str, Any]) -> bool:
+    waited_ns = (evidence["counter_excess"] or {}).get("run_delay_ns", 0)
+    return bool(evidence["cause"] == "preempted" and waited_ns > evidence["excess_ns"] / 2)
+
+
 def own_times(url: str, run: str) -> str:
     """Each rank's backward in ms, by step: what a wrong diagnosis was made from."""
     columns = get(url, run, "/steps")["columns"]
