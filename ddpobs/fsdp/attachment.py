@@ -146,6 +146,8 @@ class FullyShardedAttachment:
 
     def gather(self, unit: Any, call: Callable[[], Any]) -> Any:
         """Stamp the unit's all-gather, if torch launches one."""
+        if fully_shard.is_gathered(unit):
+            return call()
         comm, kind = unit._all_gather_comm, _gather_kind()
         is_trained = kind == GATHER_AGAIN or torch.is_grad_enabled()  # Torch disables gradients during the call.
         unit._all_gather_comm = _Stamped(

@@ -153,6 +153,11 @@ def is_gathering(unit: Any) -> bool:
     return unit._all_gather_result is not None
 
 
+def is_gathered(unit: Any) -> bool:
+    """Whether the unit's parameters are whole or being gathered, so that `unshard` launches nothing."""
+    return unit.is_unsharded or is_gathering(unit)
+
+
 def state_of(model: torch.nn.Module) -> Any:
     """Return the state of a module that `fully_shard` was applied to."""
     return model._get_fsdp_state()  # type: ignore[operator]
