@@ -290,7 +290,12 @@ def _claims() -> str:
         for name, each in rows.items()
         for row in each
     ]
-    return rows_of([CLAIMS_HEAD[0], "NAME", *CLAIMS_HEAD[1:]], cells)
+    return _without_sizes(rows_of([CLAIMS_HEAD[0], "NAME", *CLAIMS_HEAD[1:]], cells))
+
+
+def _without_sizes(table: str) -> str:
+    """Return a table with the models' names alone; other tables of the page have their sizes."""
+    return re.sub(r"\b(ResNet-50|BERT-base|transformer), [\d.]+ M", r"\1", table)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -314,7 +319,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "diagnosis-sums": lambda: _diagnosis(1),
     "diagnosis-alarms": lambda: _diagnosis(2),
     "paper-claims": _claims,
-    "paper-predictions": partial(_paper, "scaling", scaling.predictions),
+    "paper-predictions": lambda: _without_sizes(_paper("scaling", scaling.predictions)),
     "paper-operations": partial(_paper, "operations", operations.table),
     "paper-readiness": partial(_paper, "readiness", readiness.table),
     "paper-servers": partial(_paper, "servers", communication.traffic),
