@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import tempfile
 from collections.abc import Iterator
 from dataclasses import fields
 from types import ModuleType
@@ -21,6 +22,7 @@ from ddpobs_server.metrics.run_metrics import PRESENT, STORED
 from ddpobs_server.metrics.run_metrics import headers as run_headers
 from ddpobs_server.operations.commands import cli as server_commands
 from ddpobs_server.settings import Settings
+from fastapi.testclient import TestClient
 from prometheus_client import generate_latest
 from typer.main import get_command
 
@@ -163,10 +165,22 @@ def metric_reference() -> str:
     return "\n".join(["| metric | labels | meaning |", "|---|---|---|", *rows])
 
 
+def collector_metric_reference() -> str:
+    """Each metric of the collector itself with its help, as Markdown."""
+    with tempfile.TemporaryDirectory() as folder:
+        app = create_app(Settings(database_url=f"sqlite:///{folder}/empty.db"))
+        with TestClient(app) as client:
+            text = client.get("/metrics", params={"only": "collector"}).text
+    found = re.findall(r"^# HELP (\w+) (.+)$", text, re.MULTILINE)
+    rows = [f"| `{name}` | {_cell(meaning)} |" for name, meaning in found if not name.endswith("_created")]
+    return "\n".join(["| metric | meaning |", "|---|---|", *rows])
+
+
 _GENERATED = {
     "[commands]": command_reference,
     "[fields]": field_reference,
     "[evidence]": evidence_reference,
     "[metrics]": metric_reference,
+    "[collector metrics]": collector_metric_reference,
 }
 """What stands in the place of a line of a page."""

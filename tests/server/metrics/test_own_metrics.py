@@ -19,11 +19,10 @@ from ddpobs_server.store.writing import ingest
 from benchmarks.rig import databases, patience
 from benchmarks.rig.collector import Collector, collector
 from ddpobs import wire
+from scripts.docs_site import collector_metric_reference
 from tests.support.server.batches import assert_problem, batch, path, put, steps
 from tests.support.server.own_metrics import metrics
 from tests.support.server.serving import served
-
-GUIDE = Path(__file__).resolve().parents[3] / "docs" / "operations"
 
 
 def wait_until(url: str, condition: Callable[[Callable[..., float]], bool], **headers: str) -> None:
@@ -139,7 +138,7 @@ def test_a_collector_without_its_writer_is_not_ready(tmp_path: Path) -> None:
         assert "the writer thread has ended" in assert_problem(httpx.get(url), 503)["detail"]
 
 
-def test_runs_and_collector_metrics_can_be_scraped_separately_and_are_in_the_guide(shared: Collector) -> None:
+def test_runs_and_collector_metrics_can_be_scraped_separately_and_are_in_the_reference(shared: Collector) -> None:
     put(shared.url, batch("once", steps=steps(0, 2)))
     names = {
         only: set(re.findall(r"^(\w+)[{ ]", httpx.get(f"{shared.url}/metrics", params=query).text, re.MULTILINE))
@@ -149,13 +148,13 @@ def test_runs_and_collector_metrics_can_be_scraped_separately_and_are_in_the_gui
     assert {name for name in names["runs"] if name.startswith(("ddpobs_server_", "process_"))} == set()
     assert {name for name in names["collector"] if not name.startswith(("ddpobs_server_", "process_"))} == set()
     assert "ddpobs_steps_total" in names["runs"]
-    guide = "\n".join(page.read_text() for page in GUIDE.glob("*.md"))
+    reference = collector_metric_reference()
     own = {re.sub("_(bucket|count|sum|created)$", "", name) for name in names["collector"]}
     short = {name.removeprefix("ddpobs_server_") for name in own if name.startswith("ddpobs_server_")}
     families = {
         name for name in short if f"{name}_total" not in short
     }  # A counter's `_created` sample has the counter's bare name.
-    assert [name for name in sorted(families) if f"`ddpobs_server_{name}" not in guide] == []
+    assert [name for name in sorted(families) if f"`ddpobs_server_{name}" not in reference] == []
     as_open = {"Accept": "application/openmetrics-text"}
     for query in ({}, {"only": "runs"}, {"only": "collector"}):
         text = httpx.get(f"{shared.url}/metrics", params=query, headers=as_open).text
