@@ -5,6 +5,8 @@
     parquet.py             the columns of a Parquet file
     kineto.py, horovod_timeline.py, nccl_inspector.py, straggler_analysis.py
                            what a format says of each rank
+    kineto_json.py, kineto_events.py
+                           events of torch.profiler by category, and what is kept of them
     rank_trace.py          the facts that these formats have in common
     replay.py              these facts, told to the step tracker as a training tells them
     exported.py            steps that ddpobs itself exported: nothing is replayed

@@ -46,6 +46,9 @@ class _Event(msgspec.Struct, frozen=True):
         return round(self.ts * 1000)
 
 
+_EVENTS: msgspec.json.Decoder[list[_Event]] = msgspec.json.Decoder(list[_Event])
+
+
 class _Reduction(NamedTuple):
     """A tensor's reduction: when each rank launched it, when it began and ended."""
 
@@ -111,7 +114,7 @@ def read(path: Path, advance: Callable[[int], object] = lambda _: None) -> list[
     """
     tensors: dict[int, _Tensor] = {}
     wall_ns = 0
-    for piece in TraceEvents(path, _Event, advance).pieces():
+    for piece in TraceEvents(path, _EVENTS, advance).pieces():
         for event in piece:
             if event.name == "start_time_since_epoch_in_micros" and str(event.args.micros).isdecimal():
                 wall_ns = min(int(str(event.args.micros)[:16]), 2**52) * 1000

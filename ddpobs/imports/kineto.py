@@ -19,6 +19,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ import msgspec
 import numpy as np
 
 from ddpobs.errors import TraceFileError
-from ddpobs.imports.kineto_events import Event, KinetoEvents, times_ns
+from ddpobs.imports.kineto_events import KinetoEvents, times_ns
+from ddpobs.imports.kineto_json import Decoder
 from ddpobs.imports.rank_trace import Call, CallKind, Collective, RankTrace
 from ddpobs.imports.trace_events import TraceEvents
 from ddpobs.imports.units import with_units
@@ -71,7 +73,7 @@ def read(path: Path, advance: Callable[[int], object] = lambda _: None) -> RankT
     Raises:
         TraceFileError: The file is no such trace, is cut off, or has no step.
     """
-    events, reader = TraceEvents(path, Event, advance), KinetoEvents()
+    events, reader = TraceEvents(path, Decoder(), advance), KinetoEvents()
     for piece in events.pieces():
         reader.add(piece)
     header = events.header
@@ -162,16 +164,19 @@ def _nccl(reader: KinetoEvents, groups: Mapping[str, list[int]]) -> list[Collect
     return sorted(collectives, key=lambda one: one.launched_ns)
 
 
+@lru_cache(1024)
 def _ranks(text: str) -> list[int]:
     """The ranks of a group as torch writes them, `[0, 2]`; none of a long group, which torch cuts short."""
     return [] if "..." in text else [int(number) for number in re.findall(r"\d{1,9}", text)]
 
 
+@lru_cache(1024)
 def _kind_of(kernel: str) -> str:
     """The collective in the name of a kernel, `AllReduce` in `ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)`."""
     return next(iter(kernel.split("(", maxsplit=1)[0].split("_")[1:2]), "collective")
 
 
+@lru_cache(1024)
 def _collective(name: str) -> str:
     """One name of a collective, whose names are many: `AllReduce`, `allreduce_coalesced`, `_reduce_scatter_base`."""
     letters = name.lower().replace("_", "")

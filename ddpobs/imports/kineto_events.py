@@ -7,13 +7,13 @@ take a third of the time of a call for each event.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ddpobs.imports.kineto_json import Annotation, Copy, DriverLaunch, Event, Fill, Kernel, Launch, Operator
 from ddpobs.imports.rank_trace import Call, union
 from ddpobs.imports.units import UnitRange, unit_range
 from ddpobs.wire import Ints
@@ -26,39 +26,12 @@ _GLOO = "gloo:"
 _NCCL = "nccl"
 _FORWARDS = ("DistributedDataParallel.forward", "FSDP::root_pre_forward")
 _UNITS, _ENDS_BACKWARD = "FSDP::", "FSDP::root_post_backward_callback"
+_OTHERS = (*_ENGINE, _LAUNCH, _UNITS, *_FORWARDS)
+"""Operators that matter beside computation."""
 _FETCH, _STEP, _OPTIMIZER, _ZERO = "enumerate(DataLoader)#", "ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#"
 _COMPUTED = "aten::"
 _LONGEST_UNION = 2**20
 """Intervals of computation after which they are joined."""
-_Int64 = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
-_Microseconds = Annotated[float, msgspec.Meta(ge=-4e15, le=4e15)]
-"""In nanoseconds, 64 bits hold it."""
-
-
-class Args(msgspec.Struct, frozen=True, gc=False):
-    """Arguments of an event that matter."""
-
-    correlation: _Int64 = 0
-    collective: str = msgspec.field(default="", name="Collective name")
-    elements: int = msgspec.field(default=0, name="In msg nelems")
-    gathered: int = msgspec.field(default=0, name="Out msg nelems")
-    dtype: str = ""
-    group: str = msgspec.field(default="", name="Process Group Name")
-    ranks: str | list[int] = msgspec.field(default="", name="Process Group Ranks")
-
-
-_NONE = Args()
-
-
-class Event(msgspec.Struct, frozen=True, gc=False):
-    """One event, its fields in Kineto's order, in which they are found fastest. Times are in microseconds."""
-
-    ph: str = ""
-    cat: str = ""
-    name: str = ""
-    ts: _Microseconds = 0.0
-    dur: _Microseconds = 0.0
-    args: Args = _NONE
 
 
 class Intervals:
@@ -70,7 +43,7 @@ class Intervals:
     def __len__(self) -> int:
         return len(self._began)
 
-    def extend(self, events: list[Event]) -> None:
+    def extend(self, events: Sequence[Event]) -> None:
         """Add these events."""
         self._began.fromlist([event.ts for event in events])
         self._took.fromlist([event.dur for event in events])
@@ -88,7 +61,7 @@ class Computation:
         self._latest = Intervals()
         self._joined: Ints = np.zeros((0, 2), np.int64)
 
-    def extend(self, events: list[Event]) -> None:
+    def extend(self, events: Sequence[Event]) -> None:
         """Add these events."""
         self._latest.extend(events)
         if len(self._latest) > _LONGEST_UNION:
@@ -109,12 +82,12 @@ class Kernels:
     def __len__(self) -> int:
         return len(self._correlation)
 
-    def extend(self, events: list[Event]) -> None:
+    def extend(self, events: Sequence[Kernel | Copy | Fill]) -> None:
         """Add kernels and copies."""
         self._correlation.fromlist([event.args.correlation for event in events])
         self._work.extend(events)
 
-    def extend_launches(self, events: list[Event]) -> None:
+    def extend_launches(self, events: Sequence[Launch | DriverLaunch]) -> None:
         """Add the host's calls."""
         self._launch_correlation.fromlist([event.args.correlation for event in events])
         self._launched.fromlist([event.ts for event in events])
@@ -158,34 +131,36 @@ class KinetoEvents:
         self.units: list[UnitRange] = []
         self.launches: list[tuple[int, int, str]] = []
         self.gloo: list[tuple[int, int, str]] = []
-        self.nccl: list[Event] = []
+        self.nccl: list[Kernel] = []
         self.engine, self.on_host, self.on_gpu, self.kernels = Intervals(), Computation(), Computation(), Kernels()
-        self._by_category: dict[str, Callable[[list[Event]], None]] = {
-            "user_annotation": self._annotations,
-            "cpu_op": self._operators,
-            "kernel": self._kernels,
-            "gpu_memcpy": self.kernels.extend,
-            "gpu_memset": self.kernels.extend,
-            "cuda_runtime": self.kernels.extend_launches,
-            "cuda_driver": self.kernels.extend_launches,
+        self._takers: dict[type[Event], Callable[[list[Any]], None]] = {
+            Annotation: self._annotations,
+            Operator: self._operators,
+            Kernel: self._kernels,
+            Copy: self.kernels.extend,
+            Fill: self.kernels.extend,
+            Launch: self.kernels.extend_launches,
+            DriverLaunch: self.kernels.extend_launches,
         }
 
-    def add(self, events: list[Event]) -> None:
+    def add(self, events: Sequence[Event]) -> None:
         """Add a piece of the file."""
-        groups: dict[str, list[Event]] = {category: [] for category in self._by_category}
+        groups: dict[type[Event], list[Event]] = {kind: [] for kind in self._takers}
+        appends = {kind: group.append for kind, group in groups.items()}
         for event in events:
-            if event.ph == "X" and (group := groups.get(event.cat)) is not None:
-                group.append(event)
-        for category, take in self._by_category.items():
-            take(groups[category])
+            if (append := appends.get(type(event))) is not None:
+                append(event)
+        for kind, group in groups.items():
+            if group:
+                self._takers[kind](group)
 
-    def _annotations(self, events: list[Event]) -> None:
+    def _annotations(self, events: Sequence[Annotation | Operator]) -> None:
         for event in events:
             if event.name.startswith(_UNITS):
                 self._unit(event)
             self._annotation(event.name, *times_ns(event))
 
-    def _unit(self, event: Event) -> None:
+    def _unit(self, event: Annotation | Operator) -> None:
         if event.name == _ENDS_BACKWARD:
             self.engine.extend([event])
         elif (found := unit_range(event.name, *times_ns(event))) is not None:
@@ -205,21 +180,26 @@ class KinetoEvents:
         elif name.startswith(_GLOO):
             self.gloo.append((began_ns, ended_ns, name[len(_GLOO) :]))
 
-    def _operators(self, events: list[Event]) -> None:
-        computed: list[Event] = []
-        others: list[Event] = []
+    def _operators(self, events: list[Operator]) -> None:
+        computed: list[Operator] = []
+        others: list[Operator] = []
         for event in events:
-            (computed if event.name.startswith(_COMPUTED) else others).append(event)
+            if event.name.startswith(_COMPUTED):
+                computed.append(event)
+            elif event.name.startswith(_OTHERS):
+                others.append(event)
         self.on_host.extend(computed)
         self.engine.extend([event for event in others if event.name.startswith(_ENGINE)])
-        self._annotations([event for event in others if event.name.startswith((_UNITS, *_FORWARDS))])
-        for event in [event for event in others if event.name.startswith(_LAUNCH)]:
-            if event.name not in _NOT_COLLECTIVE:
+        for event in [event for event in others if not event.name.startswith(_ENGINE)]:
+            if not event.name.startswith(_LAUNCH):
+                self._annotations([event])
+            elif event.name not in _NOT_COLLECTIVE:
                 self.launches.append((*times_ns(event), event.name[len(_LAUNCH) :].strip("_")))
 
-    def _kernels(self, events: list[Event]) -> None:
-        self.nccl += [event for event in events if event.name.startswith(_NCCL)]
+    def _kernels(self, events: list[Kernel]) -> None:
         computed = [event for event in events if not event.name.startswith(_NCCL)]
+        if len(computed) < len(events):
+            self.nccl += [event for event in events if event.name.startswith(_NCCL)]
         self.kernels.extend(computed)
         self.on_gpu.extend(computed)
 

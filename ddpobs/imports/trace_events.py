@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -28,7 +28,7 @@ try:
 except ImportError:  # It has no wheel for this processor.
     _GzipFile, _DeflateError = gzip.GzipFile, zlib.error
 
-_PIECE_BYTES = 64 * 2**10
+_PIECE_BYTES = 128 * 2**10
 """Much larger pieces are read more slowly: their events do not fit into a processor's cache."""
 _MAX_READ_BYTES = 4 * 2**20
 _MAX_HEADER_BYTES = 16 * 2**20
@@ -39,8 +39,17 @@ _GZIP = b"\x1f\x8b"
 _LIST = b'"traceEvents"'
 
 
-Event = TypeVar("Event", bound=msgspec.Struct)
+Event = TypeVar("Event")
+_Event_co = TypeVar("_Event_co", covariant=True)
 _REST: Any = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class EventDecoder(Protocol[_Event_co]):
+    """Decodes lists of events."""
+
+    def decode(self, text: bytes, /) -> Sequence[_Event_co]:
+        """Decode a list of events."""
+        ...
 
 
 class TraceEvents(Generic[Event]):
@@ -48,20 +57,21 @@ class TraceEvents(Generic[Event]):
 
     Args:
         path: The file, plain or gzip.
-        kind: The fields of an event that are read.
+        decoder: Decodes a list of events, as `msgspec.json.Decoder(list[Event])` does.
         read: Is called with the number of further bytes of the file that were read.
 
     Attributes:
         header: The document's other fields by name, as JSON; complete once all events were read.
     """
 
-    def __init__(self, path: Path, kind: type[Event], read: Callable[[int], object] = lambda _: None) -> None:
-        self._path, self._read = path, read
-        self._decoder: Any = msgspec.json.Decoder(list[kind])  # type: ignore[valid-type]
+    def __init__(
+        self, path: Path, decoder: EventDecoder[Event], read: Callable[[int], object] = lambda _: None
+    ) -> None:
+        self._path, self._decoder, self._read = path, decoder, read
         self._count = 0
         self.header: dict[str, msgspec.Raw] = {}
 
-    def pieces(self) -> Iterator[list[Event]]:
+    def pieces(self) -> Iterator[Sequence[Event]]:
         """Yield the events in the order of the file.
 
         Raises:
@@ -78,7 +88,7 @@ class TraceEvents(Generic[Event]):
         except OSError as error:
             raise TraceFileError(self._path, "a file", error.strerror or str(error)) from None
 
-    def _split(self, stream: BinaryIO, file: BinaryIO) -> Iterator[list[Event]]:
+    def _split(self, stream: BinaryIO, file: BinaryIO) -> Iterator[Sequence[Event]]:
         rest, at = self._begin(stream), 0
         while more := _more(stream, rest):
             self._read(file.tell() - at)
@@ -109,7 +119,7 @@ class TraceEvents(Generic[Event]):
         except (msgspec.DecodeError, RecursionError) as error:
             raise TraceFileError(self._path, "a JSON object", error) from None
 
-    def _cut(self, text: bytes) -> tuple[list[Event], bytes]:
+    def _cut(self, text: bytes) -> tuple[Sequence[Event], bytes]:
         """Return the events of the text up to the last place between two events, and the text from there on."""
         end = len(text)
         for _ in range(_MAX_CUTS):
@@ -130,7 +140,7 @@ class TraceEvents(Generic[Event]):
             raise TraceFileError(self._path, "events of at most 16 MiB", f"{self._where} one that does not end there")
         return [], text
 
-    def _end(self, text: bytes) -> list[Event]:
+    def _end(self, text: bytes) -> Sequence[Event]:
         """Return the last events; what follows their list belongs to the header."""
         closing = len(text)
         for _ in range(_MAX_CUTS):
@@ -138,7 +148,7 @@ class TraceEvents(Generic[Event]):
             if closing < 0:
                 break
             try:
-                events: list[Event] = self._decoder.decode(b"[" + text[: closing + 1])
+                events = self._decoder.decode(b"[" + text[: closing + 1])
             except msgspec.ValidationError as error:
                 raise self._wrong_event(error) from None
             except (msgspec.DecodeError, RecursionError):

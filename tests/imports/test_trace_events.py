@@ -24,12 +24,15 @@ class Named(msgspec.Struct):
     name: str = ""
 
 
+NAMED = msgspec.json.Decoder(list[Named])
+
+
 def event(number: int, **fields: Any) -> dict[str, Any]:
     return {"ph": "X", "cat": "cpu_op", "name": f"op {number}", "ts": number, "dur": 1, "tid": 7, "args": {}} | fields
 
 
 def names(path: Path) -> list[str]:
-    return [one.name for piece in TraceEvents(path, Named).pieces() for one in piece]
+    return [one.name for piece in TraceEvents(path, NAMED).pieces() for one in piece]
 
 
 def write(path: Path, document: Any, **style: Any) -> Path:
@@ -42,7 +45,7 @@ def test_events_come_in_the_order_of_the_file(tmp_path: Path, indent: int | None
     events = [event(number, args={"text": "}, {", "list": [{"a": 1}, {"b": "]"}]}) for number in range(60_000)]
     path = write(tmp_path / "t.json", {"before": 1, "traceEvents": events, "after": [2]}, indent=indent)
     assert path.stat().st_size > 4 * MIB
-    read = TraceEvents(path, Named)
+    read = TraceEvents(path, NAMED)
     assert [one.name for piece in read.pieces() for one in piece] == [one["name"] for one in events]
     assert {name: json.loads(bytes(value)) for name, value in read.header.items()} == {"before": 1, "after": [2]}
 
@@ -126,7 +129,7 @@ def peak_bytes(path: Path) -> int:
     """Read all events, and return the highest memory that this took."""
     tracemalloc.start()
     try:
-        for _ in TraceEvents(path, Named).pieces():
+        for _ in TraceEvents(path, NAMED).pieces():
             pass
         return tracemalloc.get_traced_memory()[1]
     finally:
