@@ -10,6 +10,7 @@
     rank_trace.py          the facts that these formats have in common
     replay.py              these facts, told to the step tracker as a training tells them
     exported.py            steps that ddpobs itself exported: nothing is replayed
+    groups.py              who is compared with whom
     arrivals.py            who arrived last
     traced_run.py          the run's batches
     flight_recorder.py, dump_verdicts.py, dumped_run.py

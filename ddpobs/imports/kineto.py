@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -48,15 +48,17 @@ class _Group(msgspec.Struct):
     backend: str = ""
     rank: int | None = None
     world_size: int | None = None
-    groups: msgspec.Raw = msgspec.field(default=msgspec.Raw(b"[]"), name="pg_config")
+    groups: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="pg_config")
 
     @property
-    def members(self) -> dict[str, list[int]]:
-        """Ranks of each process group by its name; none where a version writes them in another form."""
+    def members(self) -> dict[str, tuple[int, ...]] | None:
+        """Ranks of each process group by its name; None where a version does not write them, or in another form."""
         try:
-            return {one.name: one.ranks for one in msgspec.json.decode(self.groups, type=list[_Members])}
+            known = msgspec.json.decode(self.groups, type=list[_Members])
         except (msgspec.DecodeError, RecursionError):
-            return {}
+            return None
+        world = range(self.world_size or 0)
+        return {one.name: tuple(sorted(one.ranks or world)) for one in known}  # Torch leaves out the world's.
 
 
 class _Device(msgspec.Struct):
@@ -80,6 +82,7 @@ def read(path: Path, advance: Callable[[int], object] = lambda _: None) -> RankT
     group = _field(path, header, "distributedInfo", _Group) or _Group()
     devices = _field(path, header, "deviceProperties", list[_Device]) or []
     on_gpu = len(reader.kernels) > 0
+    members = group.members
     trace = RankTrace(
         source=path.name,
         rank=group.rank,
@@ -90,15 +93,21 @@ def read(path: Path, advance: Callable[[int], object] = lambda _: None) -> RankT
         wall_ns=_field(path, header, "baseTimeNanoseconds", int) or 0,
         steps=sorted(reader.steps),
         calls=_calls(reader),
-        collectives=_nccl(reader, group.members) if on_gpu else _of_gloo(reader),
+        collectives=_nccl(reader, members or {}) if on_gpu else _of_gloo(reader),
         computing_ns=(reader.on_gpu if on_gpu else reader.on_host).union(),
         device_ns=reader.kernels.device_ns(),
+        groups=None if members is None else _parts(members.values(), group.world_size or 0),
     )
     if reader.units:
         trace = replace(trace, collectives=with_units(trace, reader.units))
     if not any(call.kind == "backward" for call in trace.calls):
         raise TraceFileError(path, "a trace of a training, with at least one backward", f"{len(trace.calls)} calls")
     return trace
+
+
+def _parts(groups: Iterable[tuple[int, ...]], world_size: int) -> tuple[tuple[int, ...], ...]:
+    """The process groups of several ranks that are a part of the world."""
+    return tuple({group for group in groups if 1 < len(group) < world_size})
 
 
 def _calls(reader: KinetoEvents) -> list[Call]:
@@ -149,7 +158,7 @@ def _of_gloo(reader: KinetoEvents) -> list[Collective]:
     return sorted(collectives, key=lambda one: one.launched_ns)
 
 
-def _nccl(reader: KinetoEvents, groups: Mapping[str, list[int]]) -> list[Collective]:
+def _nccl(reader: KinetoEvents, groups: Mapping[str, tuple[int, ...]]) -> list[Collective]:
     """The kernels of NCCL, with the host's launches where the trace has them; `groups` has ranks by group's name."""
     correlations = np.array([kernel.args.correlation for kernel in reader.nccl], np.int64)
     is_known, known_ns = reader.kernels.launched_ns(correlations)

@@ -66,6 +66,7 @@ class RankTrace:
         device_ns: Where the device runs behind the host: time at which the host launched work, and at which the device
             had done all of it that was launched until then, shape [launches, 2], in order; empty on a host.
         events: Events of its first batch.
+        groups: Process groups of the rank that are a part of the world; None if the file does not tell them.
     """
 
     source: str
@@ -81,6 +82,7 @@ class RankTrace:
     computing_ns: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     device_ns: Ints = field(default_factory=lambda: np.zeros((0, 2), np.int64))
     events: list[wire.Event] = field(default_factory=list)
+    groups: tuple[tuple[int, ...], ...] | None = ()
 
     @property
     def on_device(self) -> bool:

@@ -41,12 +41,12 @@ class _Work(NamedTuple):
 class Replayed(NamedTuple):
     """The steps of a trace, and the layouts of their buckets.
 
-    `group` has the ranks with which this one reduces gradients; none if they are all ranks or not known.
+    `group` has the ranks with which this one reduces gradients, none if they are all ranks; None if it is not known.
     """
 
     summary: Summary
     layouts: list[wire.Layout]
-    group: tuple[int, ...] = ()
+    group: tuple[int, ...] | None = ()
 
 
 class _Layouts:
@@ -111,16 +111,25 @@ def replay(trace: RankTrace) -> Replayed:
     return Replayed(summary, layouts.known, _group(trace, [one for each in buckets for one in each]))
 
 
-def _group(trace: RankTrace, reduced: list[Collective]) -> tuple[int, ...]:
-    """The ranks of the process group that reduces gradients, if it is a part of the world.
+def _group(trace: RankTrace, reduced: list[Collective]) -> tuple[int, ...] | None:
+    """The ranks of the process group that reduces gradients, if it is a part of the world; None if it is not known.
 
     Shards and replicas of a unit are together the world, or with tensor parallelism a part whose ranks are not known.
     """
-    groups = {one.group for one in reduced if one.group and reduces(one)}
     ranks = trace.world_size or 0
+    groups = {one.group for one in reduced if one.group and reduces(one)}
+    if not groups and trace.groups != () and not _spans_world(trace, reduced):
+        return None
     if not groups or max(map(len, groups)) >= ranks or prod(map(len, groups)) >= ranks:
         return ()
     return max(groups, key=lambda group: (len(group), group))
+
+
+def _spans_world(trace: RankTrace, reduced: list[Collective]) -> bool:
+    """Whether units have shards and replicas, and the rank's only two process groups make up the world."""
+    kinds = {one.kind for one in reduced if one.unit and reduces(one)}
+    sizes = [len(group) for group in trace.groups or ()]
+    return len(kinds) > 1 and len(sizes) == 2 and prod(sizes) == trace.world_size
 
 
 def _shared_out(trace: RankTrace) -> tuple[list[list[Collective]], list[Collective]]:

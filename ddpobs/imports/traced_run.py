@@ -13,6 +13,7 @@ from ddpobs import wire
 from ddpobs.errors import TraceFileError
 from ddpobs.imports import envelope
 from ddpobs.imports.arrivals import Arrival, arrivals, common_steps, peers
+from ddpobs.imports.groups import Compared, Group, groups_of
 from ddpobs.imports.rank_trace import RankTrace
 from ddpobs.imports.replay import Replayed, replay
 from ddpobs.shared.words import format_ranks
@@ -22,6 +23,7 @@ _SHARDED = ("fully_shard", "deepspeed")
 """Layouts of models whose units or collectives take the place of DDP's buckets."""
 _STEPS = 1_000
 """Steps of a batch."""
+_NO_STEP = "they have no step in common"
 
 
 def numbered(traces: Sequence[RankTrace]) -> list[RankTrace]:
@@ -70,14 +72,18 @@ class TracedRun:
         return [replayed.summary.steps for replayed in self._replayed]
 
     @cached_property
+    def _compared(self) -> Compared:
+        return groups_of(self._traces, self.steps, [replayed.group for replayed in self._replayed])
+
+    @cached_property
     def _groups(self) -> list[list[int]]:
         """Indices of the ranks that are compared: those that reduce gradients together."""
         groups: dict[tuple[int, ...], list[int]] = {}
-        for index, replayed in enumerate(self._replayed):
-            groups.setdefault(replayed.group, []).append(index)
+        for index, group in enumerate(self._compared.groups):
+            groups.setdefault((index,) if self._compared.reason else group, []).append(index)
         return list(groups.values())
 
-    def _compared(self, group: Sequence[int]) -> tuple[list[wire.Steps], list[int]]:
+    def _of(self, group: Sequence[int]) -> tuple[list[wire.Steps], list[int]]:
         """Steps and numbers of these ranks."""
         steps = self.steps
         return [steps[index] for index in group], [self.ranks[index] for index in group]
@@ -85,14 +91,17 @@ class TracedRun:
     @property
     def arrivals(self) -> list[Arrival]:
         """The ranks that arrived last, of each group."""
-        return [arrival for group in self._groups for arrival in arrivals(*self._compared(group))]
+        return [arrival for group in self._groups for arrival in arrivals(*self._of(group))]
 
     @property
     def lines(self) -> list[str]:
         """The number of steps, and who arrived last."""
         found = [f"{max(len(steps) for steps in self.steps)} steps of {format_ranks(self.ranks)}"]
+        if self._compared.reason:
+            reason = self._compared.reason if common_steps(self.steps) else _NO_STEP
+            return [*found, f"{format_ranks(self.ranks)} are not compared: {reason}"]
         for group in self._groups:
-            steps, ranks = self._compared(group)
+            steps, ranks = self._of(group)
             where = f"of {format_ranks(ranks)}, " if len(self._groups) > 1 else ""
             late = arrivals(steps, ranks)
             found += [f"{where}{arrival}" for arrival in late]
@@ -103,8 +112,9 @@ class TracedRun:
     def batches(self) -> Iterator[wire.Batch]:
         """Yield the run's batches, rank by rank."""
         attempt = envelope.nonce(self._run, *map(_identity, self._traces, self.steps))
-        compared = {group[0]: peers(*self._compared(group)) for group in self._groups}
+        compared = {group[0]: peers(*self._of(group)) for group in self._groups}
         for index, (trace, replayed) in enumerate(zip(self._traces, self._replayed, strict=True)):
+            group, reason = self._compared.groups[index], self._compared.reason
             rank = trace.rank or 0
             begun = envelope.first_batch(
                 run=self._run,
@@ -115,7 +125,7 @@ class TracedRun:
                 hello=envelope.hello(
                     self._format,
                     trace.source,
-                    _settings(replayed),
+                    _settings(replayed, group, reason),
                     host=trace.host,
                     device=trace.device,
                     backend=trace.backend,
@@ -130,16 +140,18 @@ class TracedRun:
 
 def _together(steps: int) -> str:
     """What ranks do of which none is named."""
-    return f"arrived together in {steps} steps" if steps else "are not compared: they have no step in common"
+    return f"arrived together in {steps} steps" if steps else f"are not compared: {_NO_STEP}"
 
 
-def _settings(replayed: Replayed) -> dict[str, wire.Scalar]:
-    """What findings must know of the model: that it has units, and the ranks that reduce its gradients."""
+def _settings(replayed: Replayed, group: Group, reason: str) -> dict[str, wire.Scalar]:
+    """What findings must know: that the model has units, the ranks that reduce its gradients, or why none compare."""
     settings: dict[str, wire.Scalar] = {}
     if replayed.layouts and replayed.layouts[0].comm in _SHARDED:
         settings["reducer"] = replayed.layouts[0].comm
-    if replayed.group:
-        settings |= {"group_ranks": len(replayed.group), "group_first": min(replayed.group)}
+    if reason:
+        settings["not_compared"] = reason
+    elif group:
+        settings |= {"group_ranks": len(group), "group_first": min(group)}
     return settings
 
 

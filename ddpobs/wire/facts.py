@@ -188,6 +188,7 @@ class SettingFacts(Record, frozen=True, kw_only=True):
     Attributes:
         group_ranks: Number of ranks of the module's process group; None if it is not known.
         group_first: Lowest of these ranks, if they are a part of the world.
+        not_compared: Why the ranks of imported files are not compared; empty if they are.
         threads: Number of threads of torch; 0 if it is not known.
         processors: Processors that the process may use, as ranges: `0-3,8`.
         bucket_cap_mb: Limit of a bucket's size, in MiB; None if it is not known.
@@ -200,6 +201,7 @@ class SettingFacts(Record, frozen=True, kw_only=True):
 
     group_ranks: Size | None = None
     group_first: Rank | None = None
+    not_compared: str = ""
     threads: Rank = 0
     processors: str = ""
     bucket_cap_mb: Annotated[float, msgspec.Meta(ge=0, le=2**63)] | None = None

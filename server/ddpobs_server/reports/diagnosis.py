@@ -278,8 +278,9 @@ def _absences(sources: list[Source], compared: wire.Ints) -> dict[str, list[int]
 
 
 def _separate_groups_reason(sources: list[Source], settings: dict[str, wire.Scalar]) -> str:
-    """Return the reason if ranks do not wait for each other: the module's process group is a part of the world."""
-    world_size, ranks = world_size_of(sources), read_facts(settings, SettingFacts).group_ranks
-    if ranks is None or ranks >= world_size:
-        return ""
+    """Return the reason if ranks do not wait for each other, or may not: a process group is a part of the world."""
+    facts, world_size = read_facts(settings, SettingFacts), world_size_of(sources)
+    ranks = facts.group_ranks
+    if facts.not_compared or ranks is None or ranks >= world_size:
+        return facts.not_compared
     return f"gradients are reduced over {ranks} of {world_size} ranks: ranks of other process groups are not compared"

@@ -24,7 +24,9 @@ def test_ranks_that_have_not_reported_are_missing(store: Store) -> None:
     assert any("rank 2" in reason for reason in Reports(store).diagnostics(RUN, ATTEMPT)["missing"])
 
 
-def slow_third(store: Store, count: int, *, ends: int | None = None, fewer: float = 0.0, **settings: int) -> None:
+def slow_third(
+    store: Store, count: int, *, ends: int | None = None, fewer: float = 0.0, **settings: wire.Scalar
+) -> None:
     """Three ranks, the last 60 ms slow; its telemetry ends early, or it has fewer inputs in each 100 steps."""
     rank, steps = columns(own_times(count, RANKS, seed=1, slow=(Slow(2, "backward", 60),)))
     inputs, ends = round(100 * (1 - fewer)), count if ends is None else ends
@@ -127,3 +129,10 @@ def test_the_slow_rank_of_a_process_group_is_named(store: Store) -> None:
 def test_ranks_of_the_one_process_group_are_compared(store: Store) -> None:
     slow_third(store, 60, group_ranks=3)
     assert judged(store)[0]["straggler"]["ranks"] == [2]
+
+
+def test_ranks_of_files_that_do_not_tell_their_groups_are_not_compared(store: Store) -> None:
+    slow_third(store, 300, not_compared="the files do not tell which ranks reduce gradients together")
+    findings, missing = judged(store)
+    assert "straggler" not in findings
+    assert missing["straggler"] == "the files do not tell which ranks reduce gradients together"
