@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,13 @@ def test_the_terminal_page_has_every_command_and_the_reference_each_of_its_optio
         options = [parameter.opts[0] for parameter in command.params if parameter.param_type_name == "option"]
         missing += [f"{name} {option}" for option in options if f"| `{option}" not in part]
     assert missing == []
+
+
+def test_every_extra_of_the_package_is_in_the_documents() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    texts = "\n".join(document.read_text() for document in DOCUMENTS)
+    named = {name for names in re.findall(r"\.\[([a-z,]+)\]", texts) for name in names.split(",")}
+    assert extras.keys() - named <= {"dev"}
 
 
 def test_the_settings_in_bold_are_the_flags_of_the_collector() -> None:
