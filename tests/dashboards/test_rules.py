@@ -95,7 +95,8 @@ def test_a_table_has_no_column_of_labels_that_nobody_reads(panel: Any) -> None:
     options = {each["id"]: each["options"] for each in panel["transformations"]}
     if panel["type"] == "table":
         organised = options["organize"]
-        columns = {"Time", "Value", "order", *by[0].split(", ")}
+        joined = re.findall(r"group_left \(([^)]*)\)", target["expr"])[0]
+        columns = {"Time", "Value", "order", *by[0].split(", "), *joined.split(", ")}
         assert columns == set(organised["excludeByName"]) | set(organised["indexByName"])
         assert set(organised["indexByName"]) == set(organised["renameByName"])
         overridden = {each["matcher"]["options"] for each in panel["fieldConfig"]["overrides"]}
@@ -103,6 +104,90 @@ def test_a_table_has_no_column_of_labels_that_nobody_reads(panel: Any) -> None:
     else:
         assert options["groupingToMatrix"] == {"rowField": "line", "columnField": "phase", "valueField": "Value"}
         assert panel["options"]["xField"] == "line\\phase"
+
+
+FINDINGS = next(panel.values[0] for panel in PANELS if panel.values[0]["title"] == "Findings")
+_FOUND = """\
+ddpobs_finding_gain_ratio{run="r",code="straggler",severity="warning",ranks="1",phase="backward",title="Rank 1 is slow"}
+ddpobs_finding_gain_ratio{run="r",code="crash",severity="critical",ranks="0",phase="forward",title="Rank 0 failed"}
+ddpobs_finding_gain_ratio{run="r",code="hang",severity="critical",ranks="3",phase="",title="The run hangs"}
+ddpobs_finding_gain_ratio{run="r",code="input-bound",severity="info",ranks="",phase="data",title="Training waits"}
+ddpobs_finding_gain_ratio{run="r",code="scaling-loss",severity="info",ranks="",phase="",title="Half is lost"}
+ddpobs_straggler_info{run="r",severity="warning",ranks="1",phase="backward",cause="c1",where="w1",remedy="d1"}
+ddpobs_straggler_info{run="r",severity="warning",ranks="1",phase="backward",cause="c1",where="w1",remedy="d1",job="2"}
+ddpobs_failure_info{run="r",code="crash",severity="critical",ranks="0",title="Rank 0 failed",cause="c2",remedy="d2"}
+ddpobs_hang_info{run="r",ranks="3",place="train.py:9",where="host n1",remedy="d3"}
+ddpobs_finding_gain_ratio{run="s",code="straggler",severity="info",ranks="1",phase="data",title="Rank 1 is slow"}
+ddpobs_straggler_info{run="s",severity="info",ranks="1",phase="data",cause="before",where="w",remedy="d"}
+ddpobs_straggler_info{run="s",severity="info",ranks="1",phase="data",cause="now",where="w",remedy="d"}
+"""
+_ON_THE_PAGE = "See cause and remedy on the run's page."
+_ROWS = [
+    ("crash", "critical", "0", "forward", "Rank 0 failed", {"cause": "c2", "remedy": "d2"}, 1),
+    ("hang", "critical", "3", "", "The run hangs", {"where": "host n1, train.py:9", "remedy": "d3"}, 1),
+    ("straggler", "warning", "1", "backward", "Rank 1 is slow", {"cause": "c1", "where": "w1", "remedy": "d1"}, 2),
+    ("input-bound", "info", "", "data", "Training waits", {"remedy": _ON_THE_PAGE}, 3),
+]
+"""Code, severity, ranks, phase, title, explanation and order of each row of the run `r`."""
+
+
+def test_a_finding_has_its_cause_place_and_remedy_however_often_they_were_scraped(tmp_path: Path) -> None:
+    series = [{"series": line, "values": "1x12" if "_info" in line else "0.25x12"} for line in _FOUND.splitlines()]
+    (target,) = FINDINGS["targets"]
+    rows = [
+        {"code": code, "severity": severity, "ranks": ranks, "phase": phase, "title": title, "order": str(order)} | why
+        for code, severity, ranks, phase, title, why, order in _ROWS
+    ]
+    samples = [{"labels": _labels({"run": "r"} | row), "value": 0.25} for row in rows]
+    checks = [
+        {"expr": target["expr"].replace("$run", "r"), "eval_time": "1m", "exp_samples": samples},
+        {"expr": f"count({target['expr'].replace('$run', 's')})", "eval_time": "1m", "exp_samples": [_COUNT]},
+    ]
+    run_promtool(tmp_path, series, checks)
+
+
+_COUNT = {"labels": "{}", "value": 1}
+
+
+def _labels(row: dict[str, str]) -> str:
+    return "{" + ", ".join(f"{name}={json.dumps(value)}" for name, value in row.items() if value) + "}"
+
+
+def test_the_table_has_at_most_fifty_rows_and_keeps_the_critical_ones(tmp_path: Path) -> None:
+    named = 'ddpobs_finding_gain_ratio{{run="r{}",code="crash",severity="{}",ranks="0",phase="",title="t"}}'
+    series = [
+        {
+            "series": named.format(number, "critical" if number < 3 else "info"),
+            "values": f"{0 if number < 3 else 0.9}x5",
+        }
+        for number in range(80)
+    ]
+    (target,) = FINDINGS["targets"]
+    expr = target["expr"].replace("$run", ".+")
+    checks = [
+        {"expr": f"count({expr})", "eval_time": "1m", "exp_samples": [{"labels": "{}", "value": 50}]},
+        {"expr": f"count(({expr}) == 0)", "eval_time": "1m", "exp_samples": [{"labels": "{}", "value": 3}]},
+    ]
+    run_promtool(tmp_path, series, checks)
+
+
+def run_promtool(folder: Path, series: list[dict[str, str]], checks: list[dict[str, Any]]) -> None:
+    test = {"interval": "15s", "input_series": series, "promql_expr_test": checks}
+    (folder / "test.yml").write_text(json.dumps({"evaluation_interval": "15s", "tests": [test]}))
+    command = [need("promtool", "prometheus"), "test", "rules", str(folder / "test.yml")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, (result.stdout + result.stderr)[:4000]
+
+
+def test_a_finding_leads_to_the_page_of_its_run_and_its_code_to_help() -> None:
+    links = {
+        each["matcher"]["options"]: prop["value"][0]["url"]
+        for each in FINDINGS["fieldConfig"]["overrides"]
+        for prop in each["properties"]
+        if prop["id"] == "links"
+    }
+    of_run = "${page}/runs/${__data.fields.Run}"
+    assert links == {"Run": of_run, "Finding": f"{of_run}#findings", "Help": "${page}/help/${__value.raw}"}
 
 
 @pytest.mark.parametrize("panel", [p for p in PANELS if "phase" in p.values[0]["title"]])

@@ -237,6 +237,9 @@ def test_the_table_of_findings_names_the_slow_rank_its_phase_and_the_gain(promet
     assert all(row["metric"]["order"] in "123" for row in rows)
     assert is_about_the_slow_rank({"alertname": "DdpobsStraggler", **slow["metric"]})
     assert float(slow["value"][1]) > 0.1
+    assert slow["metric"]["cause"]
+    assert slow["metric"]["remedy"].startswith(f"Rank {SLOW_RANK} on ")
+    assert all(row["metric"]["remedy"] for row in rows)
 
 
 def test_a_start_and_a_finding_are_annotated(prometheus: httpx.Client) -> None:
