@@ -33,6 +33,7 @@ from ddpobs.errors import CollectorError
 from ddpobs.shared.quantities import counted, time_of_day
 from ddpobs.shared.words import LABEL_COLUMNS, finding_heading, finding_lines, labelled, percent, shown_findings
 from ddpobs.wire import printable
+from ddpobs.wire.endings import IMPORTED
 
 _MIN_SHARE, _MAX_PARTS = 0.01, 8
 _TEXTS = {"traceback": ("stack", 20), "output": ("output", 10)}
@@ -104,8 +105,18 @@ def _end(config: TelemetryConfig, run: str) -> tuple[str, str]:
     if latest["ended_ns"] is None:
         return "", ""
     outcome = latest["outcome"]
+    if _is_imported(config, run):
+        return f"imported; the files end at {time_of_day(latest['ended_ns'])}", outcome
     how = f"rank {latest['first_rank']}: {latest['reason']}" if outcome == "interrupted" else outcome
     return f"{how}; its last batch arrived at {time_of_day(latest['ended_ns'])}", outcome
+
+
+def _is_imported(config: TelemetryConfig, run: str) -> bool:
+    try:
+        hello = read(config, f"/runs/{run}").document["hello"] or {}
+    except CollectorError:
+        return False
+    return IMPORTED in hello.get("settings", {})
 
 
 def _pipeline(config: TelemetryConfig, run: str) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -10,8 +11,9 @@ from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import HTMLResponse
 from typing_extensions import TypedDict
 
-from ddpobs.shared.quantities import time_of_day
+from ddpobs.shared.quantities import time_of_day, time_range
 from ddpobs.shared.words import fact_text
+from ddpobs.wire.endings import IMPORTED
 from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
 from ddpobs_server.api.deps import (
     AttemptDep,
@@ -30,7 +32,9 @@ from ddpobs_server.figures.registry import NAMES, figure_kinds
 from ddpobs_server.figures.report_policy import report_policy
 from ddpobs_server.figures.report_tables import report_tables
 from ddpobs_server.figures.selection import Order, Selection
+from ddpobs_server.reports.attempts import AttemptOutcome
 from ddpobs_server.reports.run_state import state_of_run
+from ddpobs_server.store import Source
 from ddpobs_server.web.security_headers import POLICY
 from ddpobs_server.web.services import ServicesDep
 
@@ -148,7 +152,7 @@ def get_report(
     request: Request,
 ) -> HTMLResponse:
     """A report of an attempt as one HTML file: findings, figures, ranks, settings. It needs no other file."""
-    sources = store.sources(run.run, attempt)
+    sources, outcomes = store.sources(run.run, attempt), reports.attempts(run)
     hello = next((source.hello for source in sources if source.hello), None)
     facts = {"attempt": attempt, "ranks": f"{len(sources)} of {run.world_size}"}
     if attempt == run.attempt:
@@ -156,16 +160,25 @@ def get_report(
     if sources:
         ended = [source.last_step + 1 for source in sources if source.last_step_seen_ns]
         facts["steps"] = f"{max(ended, default=0):,}"
-        facts["first seen"] = time_of_day(min(source.first_seen_ns for source in sources))
-        facts["last seen"] = time_of_day(max(source.last_seen_ns for source in sources))
+        facts |= _times(sources, next((one for one in outcomes if one.attempt == attempt), None))
     known = (
         {} if hello is None else {"backend": hello.backend, "device": hello.device, **hello.versions, **hello.settings}
     )
     texts = {name.replace("_", " "): fact_text(value) for name, value in known.items() if value != ""}
-    tables = report_tables(sources, reports.attempts(run), store.latest_unused(run.run, attempt)[0], texts)
+    tables = report_tables(sources, outcomes, store.latest_unused(run.run, attempt)[0], texts)
     page = f"{(settings.public_url or str(request.base_url)).rstrip('/')}/runs/{quote(run.name)}"
     html, nonce = pictures.report(run.run, attempt, page, facts, tables=tables)
     return _html_file(html, nonce)
+
+
+def _times(sources: Sequence[Source], outcome: AttemptOutcome | None) -> dict[str, str]:
+    """When an attempt's batches came; of imported files what they cover, if known, and their upload."""
+    first_seen = time_of_day(min(source.first_seen_ns for source in sources))
+    if all(source.ended != IMPORTED for source in sources):
+        return {"first seen": first_seen, "last seen": time_of_day(max(source.last_seen_ns for source in sources))}
+    if outcome is None or outcome.began_ns is None or outcome.ended_ns is None:
+        return {"uploaded": first_seen}
+    return {"recorded": time_range(outcome.began_ns, outcome.ended_ns, is_dated=True), "uploaded": first_seen}
 
 
 def _html_file(html: str, nonce: str) -> HTMLResponse:

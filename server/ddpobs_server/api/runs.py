@@ -237,9 +237,9 @@ def _listed_run(run: Run, digest: RunDigest, reports: Reports, settings: Setting
 
 
 def _duration_ns(run: Run, digest: RunDigest) -> int:
-    """Time to the last batch; 0 for imported dumps: they have no time but that of their upload."""
-    if run.imported and not digest.began_ns:
-        return 0
+    """Time to the last batch; of imported files the time that they cover, 0 for dumps."""
+    if run.imported:
+        return max(0, (digest.latest_ns or 0) - (digest.began_ns or 0))
     return max(0, run.last_seen_ns - min(run.created_ns, digest.began_ns or run.created_ns))
 
 

@@ -12,7 +12,7 @@ from ddpobs_server.reports.attempts import AttemptOutcome
 from ddpobs_server.store import Source
 
 _MAX_ROWS = 1024
-_NOTHING = {"", "unknown"}
+_NOTHING = {"", "unknown", "–"}
 """Cells without a value; an imported file that lacks a fact makes a run that has `unknown`."""
 
 
@@ -73,8 +73,7 @@ def _attempts(attempts: Sequence[AttemptOutcome]) -> list[tuple[str, ...]]:
             attempt.outcome,
             ("" if attempt.first_rank is None else f"rank {attempt.first_rank}: ") + attempt.reason,
             f"{attempt.steps:,}",
-            time_of_day(attempt.began_ns),
-            "–" if attempt.ended_ns is None else time_of_day(attempt.ended_ns),
+            *("–" if ns is None else time_of_day(ns) for ns in (attempt.began_ns, attempt.ended_ns)),
         )
         for attempt in attempts[-_MAX_ROWS:]
     ]

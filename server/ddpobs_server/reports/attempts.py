@@ -14,6 +14,8 @@ from ddpobs_server.store import AttemptSummary, Run, Store
 Outcome = Literal["running", "finished", "interrupted", "failed", "killed", "superseded", "hung", "lost"]
 _LATEST: dict[RunState, Outcome] = {"running": "running", "stalled": "running", "hung": "hung", "lost": "lost"}
 _OPEN = ("running", "hung")
+_EARLIEST_NS = 10**18
+"""An earlier time of a file, before September 2001, is that of a clock which does not show the time of day."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,10 @@ class AttemptOutcome:
         first_rank: Rank that failed, died, was terminated or interrupted first; None if none did, or the command
             ended before any rank joined.
         began_ns: Start of rank 0's process on its wall clock, as Unix time, in nanoseconds; the arrival of the
-            attempt's first batch if that is earlier, or the start is not known.
-        ended_ns: Arrival of its last batch, as Unix time, in nanoseconds; None while it runs.
+            attempt's first batch if that is earlier, or the start is not known. Of imported files their first time;
+            None if they lack it.
+        ended_ns: Arrival of its last batch, as Unix time, in nanoseconds; None while it runs. Of imported files their
+            last time; None if they lack it or show a hang.
         world_size: Number of ranks that the training has.
         ranks: Number of ranks that have reported.
         steps: Number of steps.
@@ -41,7 +45,7 @@ class AttemptOutcome:
     outcome: Outcome
     reason: str
     first_rank: int | None
-    began_ns: int
+    began_ns: int | None
     ended_ns: int | None
     world_size: int
     ranks: int
@@ -60,10 +64,11 @@ def attempt_outcomes(store: Store, run: Run, state: RunState, hang: str) -> list
     events: dict[str, list[tuple[int, wire.Event]]] = defaultdict(list)
     for attempt, rank, event in store.end_events(run.run):
         events[attempt].append((rank, event))
-    result, begins = [], store.attempt_begins(run.run)
+    result, begins, recorded = [], store.attempt_begins(run.run), store.recorded_ends(run.run)
     for summary in store.attempt_summaries(run.run):
         ends = ends_of(events[summary.attempt])
         outcome = _outcome(summary, state if summary.attempt == run.attempt else None)
+        began_ns, ended_ns = _times(summary, outcome, begins.get(summary.attempt), recorded.get(summary.attempt))
         first = ends[0] if ends and outcome in ("failed", "killed", "interrupted") else None
         result.append(
             AttemptOutcome(
@@ -72,14 +77,25 @@ def attempt_outcomes(store: Store, run: Run, state: RunState, hang: str) -> list
                 outcome=outcome,
                 reason=_reason(outcome, first, hang if summary.attempt == run.attempt else ""),
                 first_rank=first.rank if first and not first.is_of_command else None,
-                began_ns=min(summary.first_seen_ns, begins.get(summary.attempt, summary.first_seen_ns)),
-                ended_ns=None if outcome in _OPEN and not summary.is_over else summary.last_seen_ns,
+                began_ns=began_ns,
+                ended_ns=ended_ns,
                 world_size=summary.world_size,
                 ranks=summary.ranks,
                 steps=summary.steps,
             )
         )
     return result
+
+
+def _times(
+    summary: AttemptSummary, outcome: Outcome, began_ns: int | None, recorded_ns: int | None
+) -> tuple[int | None, int | None]:
+    """Begin and end of an attempt: of imported files as they have them, because their upload says nothing of either."""
+    if recorded_ns is None:
+        is_open = outcome in _OPEN and not summary.is_over
+        return min(summary.first_seen_ns, began_ns or summary.first_seen_ns), None if is_open else summary.last_seen_ns
+    is_known = began_ns is not None and began_ns >= _EARLIEST_NS
+    return (began_ns, recorded_ns) if is_known and outcome != "hung" else (None, None)
 
 
 def _outcome(summary: AttemptSummary, state: RunState | None) -> Outcome:

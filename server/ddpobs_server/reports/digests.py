@@ -31,6 +31,7 @@ class RunDigest:
         steps_per_s: Steps a second at the end; None without steps.
         host: Host of its lowest rank; empty if unknown.
         began_ns: Start of that rank's process, as Unix time; None if unknown.
+        latest_ns: Latest time that it sent, on the same clock; None if its start is unknown.
         tags: Tags that the training set.
         note: Note that the training set.
     """
@@ -39,6 +40,7 @@ class RunDigest:
     steps_per_s: float | None = None
     host: str = ""
     began_ns: int | None = None
+    latest_ns: int | None = None
     tags: tuple[str, ...] = ()
     note: str = ""
 
@@ -105,7 +107,10 @@ def _digest_of(kept: _Kept | None) -> RunDigest:
     return kept.digest if kept is not None else RunDigest()
 
 
-def _digest(parts: Sequence[tuple[int, float]], hello: wire.Hello | None, began_ns: int | None) -> RunDigest:
+def _digest(
+    parts: Sequence[tuple[int, float]], hello: wire.Hello | None, times_ns: tuple[int, int] | None
+) -> RunDigest:
+    began_ns, latest_ns = times_ns or (None, None)
     tags, note = trained_labels(hello)
     steps, wall_ns = (sum(values) for values in zip(*parts[-_RECENT:], strict=True)) if parts else (0, 0.0)
     return RunDigest(
@@ -113,6 +118,7 @@ def _digest(parts: Sequence[tuple[int, float]], hello: wire.Hello | None, began_
         steps_per_s=steps / wall_ns * 1e9 if wall_ns > 0 else None,
         host=hello.host if hello is not None else "",
         began_ns=began_ns,
+        latest_ns=latest_ns,
         tags=tags,
         note=note,
     )

@@ -305,6 +305,7 @@ class Store:
     attempts = _reads(attempt_queries.attempts)
     attempt_summaries = _reads(attempt_queries.attempt_summaries)
     attempt_begins = _reads(attempt_queries.attempt_begins)
+    recorded_ends = _reads(attempt_queries.recorded_ends)
     end_events = _reads(attempt_queries.end_events)
     sources = _reads(attempt_queries.sources)
     sources_of_attempts = _reads(attempt_queries.sources_of_attempts)

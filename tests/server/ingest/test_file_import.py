@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,9 @@ def upload(url: str, run: str, files: dict[str, bytes], **options: Any) -> httpx
     return httpx.post(f"{url}/api/v1/runs/{run}/import", params=sizes, timeout=60, **options)
 
 
-def traces(folder: Path) -> dict[str, bytes]:
-    return {f"rank{rank}.json": trace(folder, f"rank{rank}.json", rank=rank).read_bytes() for rank in range(2)}
+def traces(folder: Path, **fields: int) -> dict[str, bytes]:
+    names = [f"rank{rank}.json" for rank in range(2)]
+    return {name: trace(folder, name, rank=rank, **fields).read_bytes() for rank, name in enumerate(names)}
 
 
 def test_files_of_two_ranks_become_a_run(shared: Collector, run: str, tmp_path: Path) -> None:
@@ -54,6 +56,28 @@ def test_dumps_of_a_hang_become_a_run_with_its_finding(shared: Collector, run: s
     assert finding["cause"] == "rank 1 last called all_reduce 8; rank 0 waits in all_reduce 9"
     assert (finding["code"], finding["ranks"], finding["evidence"]["waiting"]) == ("hang", [1], [0])
     assert finding["when"] == "the last call of rank 0 was at 2023-11-14 22:13:20 UTC"
+    (attempt,) = get(shared.url, f"/runs/{run}/attempts")["attempts"]
+    assert (attempt["began_ns"], attempt["ended_ns"]) == (None, None)
+    report = httpx.get(f"{shared.url}/api/v1/runs/{run}/report.html").text
+    assert "the last call of rank 0 was at 2023-11-14 22:13:20 UTC" in report
+    assert re.search(r"<dt>uploaded</dt><dd>20\d\d-\d\d-\d\d .* UTC</dd>", report)
+    assert not re.search(r"<(?:dt|th)>(first seen|last seen|recorded|began|ended)<", report)
+
+
+def test_a_trace_has_the_times_that_it_covers_and_not_that_of_its_upload(
+    shared: Collector, run: str, tmp_path: Path
+) -> None:
+    began_s = 1_700_000_000
+    assert upload(shared.url, run, traces(tmp_path, baseTimeNanoseconds=began_s * 10**9)).status_code == 201
+    (attempt,) = get(shared.url, f"/runs/{run}/attempts")["attempts"]
+    took_ns = attempt["ended_ns"] - attempt["began_ns"]
+    assert attempt["began_ns"] // 10**9 == began_s
+    assert 0 < took_ns < 10**9
+    (listed,) = [one for one in get(shared.url, f"/runs?limit=500&search={run}")["runs"] if one["run"] == run]
+    assert listed["duration_ns"] == took_ns
+    report = httpx.get(f"{shared.url}/api/v1/runs/{run}/report.html").text
+    assert "<dt>recorded</dt><dd>2023-11-14 22:13:20" in report
+    assert "<dt>uploaded</dt>" in report
 
 
 def test_a_parquet_file_becomes_a_run(shared: Collector, run: str, tmp_path: Path) -> None:

@@ -90,8 +90,8 @@ function attemptRow(row, isShown, isLatest) {
   const link = element("a", { href, "data-key": `attempt ${row.ordinal}` }, `attempt ${row.ordinal + 1}`);
   if (isShown) link.setAttribute("aria-current", "true");
   const outcome = element("span", { class: `state ${row.outcome}` }, row.outcome);
-  const ended = row.ended_ns === null ? "–" : clock(row.ended_ns);
-  const times = [clock(row.began_ns), ended].map((text) => cell(text, { class: "muted" }));
+  const ends = [row.began_ns, row.ended_ns].map((ns) => (ns === null ? "–" : clock(ns)));
+  const times = ends.map((text) => cell(text, { class: "muted" }));
   return element("tr", {}, cell(link), cell(outcome), cell(reasonOf(row)), number(String(row.steps)), ...times);
 }
 

@@ -9,6 +9,7 @@ import msgspec
 from sqlalchemy import Connection, Row, Select, case, func, null, select
 
 from ddpobs import wire
+from ddpobs.wire.endings import IMPORTED
 from ddpobs_server.store import endings, schema
 from ddpobs_server.store.aggregate_rows import BucketRollup, Rollup
 from ddpobs_server.store.database.sql import float_sum
@@ -62,6 +63,13 @@ def attempt_begins(connection: Connection, run: str) -> dict[str, int]:
     for attempt, wall_ns, monotonic_ns, body in connection.execute(query.where(c.account.is_not(None))):
         begins[attempt] = min(begins.get(attempt, _NEVER_NS), process_began_ns(wall_ns, monotonic_ns, body))
     return begins
+
+
+def recorded_ends(connection: Connection, run: str) -> dict[str, int]:
+    """Last time that the files of each imported attempt have, as Unix time in ns; small if they have no time of day."""
+    c = schema.sources.c
+    query = select(c.attempt, func.max(c.wall_ns)).where(c.run_id == run, c.ended == IMPORTED).group_by(c.attempt)
+    return {attempt: int(wall_ns) for attempt, wall_ns in connection.execute(query)}
 
 
 def process_began_ns(wall_ns: int, monotonic_ns: int, account: bytes | str) -> int:

@@ -47,12 +47,15 @@ def hellos(connection: Connection, runs: Sequence[str]) -> dict[str, wire.Hello]
     return {run: msgspec.json.decode(text, type=wire.Hello) for run, text in rows}
 
 
-def begins(connection: Connection, runs: Sequence[str]) -> dict[str, int]:
-    """Start of the process of the lowest rank of each run's latest attempt, as Unix time in ns, where it is known."""
+def begins(connection: Connection, runs: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """The process of the lowest rank of each run's latest attempt, if its start is known: that, and its latest time.
+
+    Both are Unix time in ns.
+    """
     lowest = _lowest_ranks(runs)
     query = select(_s.run_id, _s.wall_ns, _s.monotonic_ns, _s.account).join(lowest, _is_lowest(lowest))
     rows = connection.execute(query.where(_s.run_id.in_(runs), _s.account.is_not(None)))
-    return {run: process_began_ns(wall_ns, monotonic_ns, body) for run, wall_ns, monotonic_ns, body in rows}
+    return {run: (process_began_ns(wall_ns, monotonic_ns, body), wall_ns) for run, wall_ns, monotonic_ns, body in rows}
 
 
 def _lowest_ranks(runs: Sequence[str]) -> Subquery:
