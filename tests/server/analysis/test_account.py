@@ -147,6 +147,19 @@ def test_steps_after_the_last_checkpoint_of_a_failed_attempt_are_repeated() -> N
     assert account.goodput == 150 / 220
 
 
+def test_a_restart_without_a_step_has_repeated_none() -> None:
+    fields: dict[str, Any] = {"phases_ns": phases(backward=80), "steps": 100}
+    first = launch(process(0, **fields), completed=False, size=1)
+    began: dict[str, Any] = dict.fromkeys(("started_ns", "imported_ns", "ready_ns"), 130 * S)
+    at_once = launch(process(0, **began, until_s=220), attempt="b", ordinal=1, completed=False, size=1)
+    account = account_of([first, at_once])
+    assert account.attempts[0].repeated_steps == 0
+    assert (account.goodput, "repeated_steps" in account.parts) == (80 / 220, False)
+    third = dict.fromkeys(began, 230 * S)
+    training = launch(process(0, **fields | third, until_s=320), attempt="c", ordinal=2, size=1)
+    assert account_of([first, at_once, training]).attempts[0].repeated_steps == 100
+
+
 def test_a_rank_without_an_account_is_not_known_with_its_reason() -> None:
     absent = Process(1, None, reason="no batch has arrived from it")
     (attempt,) = account_of([launch(process(0), absent)]).attempts

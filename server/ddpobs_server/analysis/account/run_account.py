@@ -113,8 +113,8 @@ class RunAccount(Total):
 def account_of(launches: Sequence[Launch]) -> RunAccount:
     """Return the account of one training.
 
-    A failed attempt's steps after its last checkpoint count as repeated if a later attempt exists. If no checkpoint was
-    seen, all its steps do.
+    A failed attempt's steps after its last checkpoint count as repeated if a later attempt made a step. If no
+    checkpoint was seen, all its steps do.
 
     Args:
         launches: Its attempts, oldest first, without those of earlier trainings under the same name. An attempt
@@ -124,7 +124,7 @@ def account_of(launches: Sequence[Launch]) -> RunAccount:
     parts: Parts = {}
     rank_ns, restart_ns = 0, 0
     for index, launch in enumerate(launches):
-        attempt = _attempt(launch, is_last=index == len(launches) - 1)
+        attempt = _attempt(launch, is_repeated=not launch.completed and any(map(_has_steps, launches[index + 1 :])))
         if attempts and attempt.rank_ns:
             gap_ns = max(0, attempt.began_ns - max(earlier.until_ns for earlier in attempts))
             restart_ns += gap_ns * max(1, launch.world_size)
@@ -141,7 +141,11 @@ def account_of(launches: Sequence[Launch]) -> RunAccount:
     return RunAccount(began_ns, until_ns, rank_ns + restart_ns, parts, attempts)
 
 
-def _attempt(launch: Launch, *, is_last: bool) -> AttemptAccount:
+def _has_steps(launch: Launch) -> bool:
+    return any(process.account is not None and process.account.steps > 0 for process in launch.processes)
+
+
+def _attempt(launch: Launch, *, is_repeated: bool) -> AttemptAccount:
     reporting: dict[int, list[Process]] = {}
     missing: dict[int, str] = {}
     for process in _with_common_clock(launch.processes):
@@ -154,7 +158,7 @@ def _attempt(launch: Launch, *, is_last: bool) -> AttemptAccount:
     began_ns = min((process.began_ns for process in processes), default=0)
     until_ns = max((process.until_ns for process in processes), default=0)
     window_ns = until_ns - began_ns
-    kept_steps = _kept_steps(launch, processes, is_last=is_last)
+    kept_steps = _kept_steps(processes) if is_repeated else None
     by_rank = {rank: parts_of_rank(reporting[rank], window_ns, kept_steps) for rank in sorted(reporting)}
     attribute_waits(by_rank)
     if len(by_rank) >= launch.world_size:  # Waiting for a rank without telemetry looks like moving data.
@@ -195,8 +199,6 @@ def _with_common_clock(processes: Sequence[Process]) -> list[Process]:
     return [replace(p, wall_offset_ns=p.wall_offset_ns - errors.get(p.rank, 0)) for p in processes]
 
 
-def _kept_steps(launch: Launch, processes: Sequence[Process], *, is_last: bool) -> int | None:
-    """Return the steps of an attempt that a later attempt continues from; None if all of them stay."""
-    if launch.completed or is_last:
-        return None
+def _kept_steps(processes: Sequence[Process]) -> int:
+    """Return the steps of a failed attempt that a later attempt continues from."""
     return max((max(0, process.account.checkpoint_step) for process in processes if process.account), default=0)
