@@ -16,7 +16,7 @@ from bokeh.models import (
 from bokeh.models.annotations import ColorBar
 from bokeh.plotting import figure
 
-from ddpobs.shared.quantities import duration, steps_text
+from ddpobs.shared.quantities import counted, duration, steps_text
 from ddpobs.shared.words import format_ranks, percent
 from ddpobs_server.analysis.slow_ranks.delay_map import DelayMap
 from ddpobs_server.figures.canvas import FONT, add_quads, steps_plot
@@ -34,6 +34,8 @@ _MAX_INTERVALS = 300
 MAX_RANKS = 1024
 WINDOW = 64
 """Rows that are seen at first: more would be too thin to be seen."""
+_FEW_RANKS = 8
+"""Of more ranks those without a delay are left out: they would hide the few that have one."""
 _MAX_COLUMNS = 400
 """Columns of the picture."""
 ROWS = "rows"
@@ -66,27 +68,37 @@ def ranks(
     """
     if delays is None:
         return Picture(NAME, TITLE, "The ranks can be compared in no step.")
-    rows = shown.rows(delays)[:MAX_RANKS]
+    rows = shown.rows(delays)
     if not len(rows):
         return Picture(NAME, TITLE, f"No rank or host matches {shown.text!r}.")
+    count = len(delays.ranks) + len(absent)
+    matching, is_chosen = len(rows), shown.order != "cost" or bool(shown.text.strip())
+    late = rows[delays.cost_ns[rows] > 0]
+    rows = (rows if is_chosen or matching <= _FEW_RANKS else late)[:MAX_RANKS]
     table = delays.select(rows)
+    summary = f"{matching:,} of {count:,} ranks, {steps_text(delays.first[0], delays.last[-1])}. "
+    if not len(late):
+        nobody = "No rank" if matching == len(delays.ranks) else "None of them"
+        summary += f"{nobody} was late by a tenth of a step.{_not_compared(absent)}"
+        return Picture(NAME, TITLE, summary, shown={"ranks": table.ranks.tolist()})
     scale_ms = _scale_ms(table)
     plot = _draw(table, scale_ms, theme)
     worst = int(np.argmax(table.cost_ns))
-    summary = (
-        f"{len(rows):,} of {len(delays.ranks) + len(absent):,} ranks, {steps_text(table.first[0], table.last[-1])}. "
-    )
     delay = f"{duration(table.cost_ns[worst])} a step, late in {percent(table.late_share[worst])} of the steps."
-    if table.cost_ns[worst] > 0 and table.ranks[worst] in slow:
+    if table.ranks[worst] in slow:
         summary += f"Rank {table.ranks[worst]} delays the others most: {delay}"
-    elif table.cost_ns[worst] > 0:
-        summary += f"No finding is about a slow rank. The largest mean delay is rank {table.ranks[worst]}'s: {delay}"
     else:
-        summary += "No rank was late by a tenth of a step."
+        summary += f"No finding is about a slow rank. The largest mean delay is rank {table.ranks[worst]}'s: {delay}"
     if (longest_ms := float(table.delay_ns.max()) / 1e6) > 1.25 * scale_ms:
         summary += f" Longer delays than {scale_ms:.3g} ms have the same colour; the longest is {longest_ms:.3g} ms."
-    if absent:
-        summary += f" No steps to compare of {format_ranks(absent)}."
+    if len(rows) == len(late) < matching:
+        others = matching - len(rows)
+        summary += (
+            f" The other {counted(others, 'rank')}, which caused no delay, {'is' if others == 1 else 'are'} left out."
+        )
+    elif len(rows) < matching:
+        summary += f" The first {len(rows):,} are drawn."
+    summary += _not_compared(absent)
     values = [
         (rank, shown.hosts.get(rank, ""), duration(cost), percent(share, 1))
         for rank, cost, share in zip(table.ranks.tolist(), table.cost_ns, table.late_share, strict=True)
@@ -95,9 +107,14 @@ def ranks(
         "first": int(table.first.min()),
         "last": int(table.last.max()),
         "ranks": table.ranks.tolist(),
+        "compared": len(delays.ranks),
         "window": WINDOW,
     }
     return Picture(NAME, TITLE, summary, plot, ("rank", "host", "delay a step", "late in"), values, facts)
+
+
+def _not_compared(absent: Sequence[int]) -> str:
+    return f" No steps to compare of {format_ranks(absent)}." if absent else ""
 
 
 def _scale_ms(table: DelayMap) -> float:

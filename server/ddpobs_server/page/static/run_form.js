@@ -29,7 +29,7 @@ export function fillForm(choose) {
     if (document.activeElement !== byId(id)) byId(id).value = value ?? "";
   }
   byId("order").value = selection.order ?? "cost";
-  byId("order").parentElement.hidden = (shown("ranks").ranks ?? []).length < 2;
+  byId("order").parentElement.hidden = (shown("ranks").compared ?? 0) < 2;
   byId("previous").parentElement.hidden = (state.shownAttempt ?? state.details)?.steps === 1;
   byId("clear").hidden = isEmpty(selection);
   byId("clear").textContent = isLive() ? "Follow the run" : "Clear";
