@@ -33,6 +33,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 running.url,
                 batch("hung", 0, rank, hello=hello(), layouts=[layout()], steps=steps(0, 5), pulse=activity),
             )
+        end = wire.Event(kind="terminated", at_ns=0, step=7, detail={"signal": "SIGTERM", "wall_ns": 10**18})
+        put(running.url, batch("killed", 0, 0, world_size=1, steps=steps(0, 5), pulse=blocked, events=[end]))
         detail: dict[str, wire.Scalar] = {"error": "ValueError", "message": f"a bad sample {EVIL}", "phase": "forward"}
         detail |= {"traceback": "File train.py\nline 7", "wall_ns": 1}
         failed = wire.Event(kind="failed", at_ns=0, step=6, detail=detail)
@@ -87,6 +89,13 @@ def test_the_page_of_a_run_that_hangs_shows_place_and_stack(browser: Any, url: s
     expect(visit.page.locator("#figure-phases .summary")).to_have_text(after)
     assert visit.errors == []
     expect(visit.page).to_have_title("hung · ddpobs")
+
+
+def test_a_rank_that_was_ended_while_it_was_stuck_keeps_its_place(browser: Any, url: str) -> None:
+    visit = Visit(browser, f"{url}/runs/killed")
+    cell = re.escape(f"stuck for 14 s at data.py:31 {EVIL}, then ended by SIGTERM (")
+    expect(visit.page.locator("#processes td.failed")).to_have_text(re.compile(f"^{cell}"))
+    assert visit.errors == []
 
 
 def test_a_command_in_a_text_is_shown_as_code(browser: Any, url: str) -> None:

@@ -3,6 +3,8 @@
 import { byId, element, factRows, renew } from "./elements.js";
 import { ago, clock, clockRange, duration, isKnown, short } from "./times.js";
 
+// How a rank ended that did not finish, by its end.
+const ENDS = { terminated: "ended by SIGTERM", died: "died", failed: "failed", interrupted: "interrupted" };
 const MAX_ATTEMPTS = 50;
 const MAX_RANKS = 2000;
 const MAX_NAMES = 20;
@@ -65,16 +67,27 @@ function rankRow(row, index, isMarked, layouts, select) {
   return element("tr", marks, number(button), ...place, ...counts, now, number(String(row.dropped)));
 }
 
-function activity({ state, goodbye, ended, pulse, last_seen_ns }, layouts) {
+function activity({ state, goodbye, ended, pulse, stuck_pulse, last_seen_ns }, layouts) {
   if (goodbye) return "finished";
   if (ended === "imported") return pulse?.waits_in ? `waits in ${pulse.waits_in} (${pulse.place})` : "in no collective";
-  if (state === "failed" || state === "interrupted") return `${state} (${ago(last_seen_ns)})`;
+  if (ended in ENDS) {
+    const stuck = isStuckAtEnd(pulse, stuck_pulse) ? `${stuckFor(stuck_pulse)}, then ` : "";
+    return `${stuck}${ENDS[ended]} (${ago(last_seen_ns)})`;
+  }
   if (!pulse) return ago(last_seen_ns);
   // The bucket is null before the first launch.
   const bucket = pulse.bucket === null ? "" : `, ${bucketTitle(layouts, pulse.module ?? 0, pulse.bucket)}`;
-  const place = pulse.place && ` at ${pulse.place}`;
-  const stuck = state === "hung" ? `stuck for ${(pulse.idle_ns / 1e9).toFixed(0)} s${place}: ` : "";
+  const stuck = state === "hung" ? `${stuckFor(pulse)}: ` : "";
   return `${stuck}${pulse.phase.replace("_", " ")}, step ${pulse.step}${bucket} (${ago(last_seen_ns)})`;
+}
+
+function stuckFor({ idle_ns, place }) {
+  return `stuck for ${(idle_ns / 1e9).toFixed(0)} s${place && ` at ${place}`}`;
+}
+
+// Whether a rank's end came before it went on from its last stuck pulse. As in `ddpobs stacks`.
+function isStuckAtEnd(pulse, stuck) {
+  return stuck && pulse.step <= stuck.step + 1;
 }
 
 // The list of attempts, unless there is only one and it gave no reason to look.
