@@ -133,7 +133,7 @@ def _finding(evidence: Evidence, joined: JoinedSteps, index: wire.Ints, rows: tu
         code="processor-bound",
         severity="info" if is_ahead else severity_of(float(shares.mean()) * held_share),
         verdict=f"{subject} for a processor" + ("" if since is None else f" since step {since}"),
-        measure=f"{duration(mean_delay_ns)} a step without one, {percent(float(shares.mean()))} of it",
+        measure=f"{duration(mean_delay_ns)} a step without a processor, {percent(float(shares.mean()))} of it",
         when="" if goes_on else f"steps {steps[0]} to {steps[1]}",
         cause=cause.words,
         where=evidence.where(ranks),

@@ -225,7 +225,8 @@ def _action(slow: SlowRank, evidence: Evidence) -> str:
         return _WORK_REMEDIES[slow.phase]
     hello = evidence.hellos.get(slow.rank)
     dump = f"`py-spy dump --pid {hello.pid}`" if hello else "`py-spy dump`"
-    return f"{dump} there shows the line that waits. Look for a lock, a sleep, a read, or a copy to a device."
+    shows = f"while it runs, {dump} there shows the line that waits."
+    return f"{shows} Look for a lock, a sleep, a read, or a copy to a device."
 
 
 def _facts(slow: SlowRank, evidence: Evidence, part: Stage | RankGroup | None) -> SlowRankFacts:
