@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import auto_cap, causes, communication, crashes, hangs, switched
+from benchmarks import auto_cap, causes, communication, crashes, hangs, ingest_parts, switched
 from benchmarks.broken import FAULTS
 from benchmarks.diagnosis.tables import table as diagnosis_table
 from benchmarks.models import MODELS
@@ -168,6 +168,24 @@ def _milliseconds(found: dict[str, Any], name: str) -> float:
     return float(found[name]["median_ms"] if name in found else found[f"{name}, ms"])
 
 
+_PEAKS = {
+    "wide": "1,024 ranks, 2,000 steps",
+    "buckets": "1,024 ranks with 1,000 buckets",
+    "many": "16,384 ranks",
+    "long": "16 ranks, 50,000 steps",
+}
+"""The runs in the table of peaks, with their titles."""
+
+
+def _peaks() -> str:
+    rows = []
+    for run, reads in newest("read-peaks").items():
+        growth_mb = {path: row["growth_mb"] for path, row in reads.items() if row["status"] == 200}
+        path = max(growth_mb, key=growth_mb.__getitem__)
+        rows.append([_PEAKS[run], f"`{path.partition('?with=')[0]}`", f"{growth_mb[path]:,.0f}"])
+    return rows_of(["run", "the read that takes most", "MB"], rows)
+
+
 def _auto_caps() -> str:
     rows = []
     for rate, measured in newest("auto-cap").items():
@@ -310,8 +328,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "causes": lambda: causes.table(newest("causes")),
     "compare": _compare,
     "ingest": _figures("ingest", _INGEST),
+    "ingest-parts": lambda: ingest_parts.table(newest("ingest-parts")),
     "job": _figures("job", _JOB),
     "reads": _reads,
+    "peaks": _peaks,
     "auto-caps": _auto_caps,
     "whatif": lambda: whatif.errors(newest("whatif")) + "\n",
     "soak": _soak,
