@@ -6,6 +6,7 @@ Each saving is at most the time that training waits for the collectives which th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import numpy as np
 
@@ -33,7 +34,8 @@ def hidden_ns(units: UnitSteps) -> Floats:
     saved_ns = np.zeros(units.exposed_ns.shape)
     for kind in GATHERS:
         places = [place for place, row in enumerate(units.rows) if row.kind == kind]
-        for before, place in zip([None, *places[:-1]], places, strict=True):
+        for before, place in pairwise([None, *places]):
+            assert place is not None
             if _is_prefetched(units, place):
                 began_ns, ended_ns = units.done_ns[:, place], units.launched_ns[:, place + 1]
             elif before is not None:

@@ -77,8 +77,9 @@ def test_after_asynchronous_gathers_in_forward_only_those_of_backward_are_left()
         replace(RUN, compute_ms=[1.0] * 6),
         # The others wait for rank 1, which waits for nobody.
         replace(RUN, sizes=[1000] * 6, late_ms=40.0, forward_prefetch=False),
+        replace(RUN, reshard=False),
     ],
-    ids=["prefetched", "a full link", "a late rank"],
+    ids=["prefetched", "a full link", "a late rank", "none in backward"],
 )
 def test_waits_that_no_earlier_launch_hides_are_no_finding(run: Sharded) -> None:
     assert prefetch_missing(run.evidence(**FACTS)) == []
