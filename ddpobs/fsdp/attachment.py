@@ -105,6 +105,8 @@ class FullyShardedAttachment:
         self.names: list[str] = []
         self.unreduced_parameters: list[tuple[str, torch.nn.Parameter]] = []
         self.forwards = 0
+        self._trains = False
+        """Whether the root's latest forward has gradients."""
         self._layout: UnitLayout | None = None
         self._blocks = units[0].device.type == "cpu"
         """A collective without a work blocks the thread that launches it; on a device only its stream."""
@@ -139,7 +141,8 @@ class FullyShardedAttachment:
         """Record that the root's forward was called."""
         if self._layout is None:
             self._report_layout()
-        self.forwards += torch.is_grad_enabled()
+        self._trains = torch.is_grad_enabled()
+        self.forwards += self._trains
         self._recorder.forward_began(inputs, named)
         if self._recorder.waits_for_forward:
             self._recorder.replicas_ready()
@@ -149,7 +152,7 @@ class FullyShardedAttachment:
         if fully_shard.is_gathered(unit):
             return call()
         comm, kind = unit._all_gather_comm, _gather_kind()
-        is_trained = kind == GATHER_AGAIN or torch.is_grad_enabled()  # Torch disables gradients during the call.
+        is_trained = kind == GATHER_AGAIN or self._is_trained()
         unit._all_gather_comm = _Stamped(
             comm, lambda: self._start(unit, kind) if is_trained else OtherTransfer(self._recorder)
         )
@@ -159,6 +162,11 @@ class FullyShardedAttachment:
         finally:
             self._recorder.own_wait(None)
             unit._all_gather_comm = comm
+
+    def _is_trained(self) -> bool:
+        """Whether a forward has gradients; a reentrant checkpoint disables them within the root's forward."""
+        state = self._state()
+        return torch.is_grad_enabled() or (self._trains and state is not None and not fully_shard.begins_forward(state))
 
     def use(self, unit: Any, call: Callable[[], Any]) -> Any:
         """Stamp the wait for the unit's all-gather, if there is one."""
@@ -205,12 +213,17 @@ class FullyShardedAttachment:
 
     @never_raises
     def _start(self, unit: Any, kind: str, ready: Any = 0) -> Stamped | None:
-        """Begin to stamp a collective; None if its row is not in the layout."""
+        """Begin to stamp a collective; None before torch knows the units' names.
+
+        Training may let units reshard after the layout was reported. Their all-gathers in backward have no row.
+        """
         if self._layout is None:
             self._report_layout()
-        row = None if self._layout is None else self._layout.rows.get((id(unit), kind))
-        if self._layout is None or row is None:
+        if self._layout is None:
             return None
+        row = self._layout.rows.get((id(unit), kind))
+        if row is None:
+            return OtherTransfer(self._recorder)
         current = self._current(row)
         if ready:
             self._wait_for_scatter(current, row, ready)

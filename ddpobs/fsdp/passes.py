@@ -64,7 +64,7 @@ class Transfer:
 
 
 class OtherTransfer:
-    """An all-gather of a forward without gradients, as of an evaluation or a teacher.
+    """A collective without a row: an all-gather of a forward without gradients, as of an evaluation or a teacher.
 
     Args:
         recorder: Records it as communication beside the units'.

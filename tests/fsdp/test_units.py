@@ -6,12 +6,13 @@ import time
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import ddpobs
 from ddpobs import wire
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
-from tests.support.distributed.sharded import UNITS, sharded, train_sharded
+from tests.support.distributed.sharded import UNITS, Blocks, sharded, train_sharded
 
 STEPS = 5
 
@@ -61,6 +62,50 @@ def gathered_early(rank: int, _size: int) -> dict[str, int]:
         if rows[row][1] == "all_gather":
             waited.setdefault(rows[row][0], []).append(ns)
     return {unit: min(ns) for unit, ns in waited.items()} | {"spans": len(sent.spans("step")), "rows": len(rows)}
+
+
+def resharded_later(rank: int, _size: int) -> dict[str, Any]:
+    """Train two steps whose units stay gathered, and two whose units are gathered again in backward, one rank late."""
+
+    def change(step: int) -> None:
+        model.set_reshard_after_forward(step >= 2)
+        time.sleep(0.05 * rank)
+
+    with sending() as sent:
+        model = sharded(reshard_after_forward=False)
+        ddpobs.attach(model, sent.config)
+        train_sharded(model, rank, 4, change)
+    return {"spans": len(sent.spans("step")), "rows": len(sent.layouts[0].buckets), "comms": sent.comms("step")}
+
+
+def test_all_gathers_without_a_row_are_communication() -> None:
+    for rank in run_ranks(resharded_later, 2):
+        assert rank["spans"] == 4 * rank["rows"]
+        assert sorted(rank["comms"]) == [2] * (1 + UNITS) + [3] * (1 + UNITS)
+
+
+class Checkpointed(Blocks):
+    """Each block within a reentrant checkpoint, whose forward has no gradients."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        values = self.stem(inputs)
+        for block in self.blocks:
+            values = checkpoint(block, values, use_reentrant=True)
+        return self.head(values)  # type: ignore[no-any-return]
+
+
+def checkpointed(rank: int, _size: int) -> dict[str, Any]:
+    with sending() as sent:
+        model = sharded(Checkpointed())
+        ddpobs.attach(model, sent.config)
+        train_sharded(model, rank, STEPS)
+    return {"spans": len(sent.spans("step")), "rows": len(sent.layouts[0].buckets), "comms": sent.comms("kind")}
+
+
+def test_units_within_reentrant_checkpoints_are_gathered_in_a_training() -> None:
+    for rank in run_ranks(checkpointed, 2):
+        assert rank["spans"] == STEPS * rank["rows"]
+        assert rank["comms"] == []
 
 
 def test_an_all_gather_that_is_begun_early_is_not_waited_for() -> None:
