@@ -164,7 +164,7 @@ def get_report(
     known = (
         {} if hello is None else {"backend": hello.backend, "device": hello.device, **hello.versions, **hello.settings}
     )
-    texts = {name.replace("_", " "): fact_text(value) for name, value in known.items() if value != ""}
+    texts = {name.replace("_", " "): fact_text(value) for name, value in known.items()}
     tables = report_tables(sources, outcomes, store.latest_unused(run.run, attempt)[0], texts)
     page = f"{(settings.public_url or str(request.base_url)).rstrip('/')}/runs/{quote(run.name)}"
     html, nonce = pictures.report(run.run, attempt, page, facts, tables=tables)

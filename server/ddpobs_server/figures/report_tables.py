@@ -40,7 +40,8 @@ def report_tables(
         columns = ("attempt", "outcome", "reason", "steps", "began", "ended")
         tables.append(ReportTable("Attempts", columns, _attempts(attempts)))
     tables.append(ReportTable("Unused parameters", ("rank", "since step", "parameters"), _unused(unused)))
-    tables.append(ReportTable("Settings and versions", ("name", "value"), [*settings.items()]))
+    known: list[tuple[str, ...]] = [each for each in settings.items() if each[1] not in _NOTHING]
+    tables.append(ReportTable("Settings and versions", ("name", "value"), known))
     return [_filled(table) for table in tables if table.rows]
 
 
@@ -56,11 +57,11 @@ def _ranks(sources: Sequence[Source]) -> list[tuple[str, ...]]:
         (
             str(source.rank),
             source.hello.host if source.hello else "",
-            str(source.hello.pid) if source.hello else "",
+            str(source.hello.pid) if source.hello and source.hello.pid else "",
             source.hello.device if source.hello else "",
             f"{source.last_step + 1:,}" if source.last_step_seen_ns else "0",
             source.ended or "–",
-            f"{source.dropped:,}",
+            f"{source.dropped:,}" if source.dropped else "–",
         )
         for source in sorted(sources, key=lambda source: source.rank)[:_MAX_ROWS]
     ]

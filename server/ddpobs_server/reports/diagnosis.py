@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.wire.endings import IMPORTED
 from ddpobs.wire.facts import SettingFacts, read_facts
 from ddpobs_server.analysis.account.run_account import RunAccount, account_of
 from ddpobs_server.analysis.evidence import ColumnsTooLargeError, Evidence
@@ -89,7 +90,9 @@ class Diagnosis:
         missing += [result for result in results if isinstance(result, NotJudged)]
         if all_silent(sources, self._now_ns()) and not any(finding.code in _OF_SILENCE for finding in findings):
             missing.append(NotJudged("hang", _ALL_SILENT))
-        steps_seen = int(steps.step.max()) + 1 if len(steps.step) else 0
+        is_imported = any(source.ended == IMPORTED for source in sources)
+        begin = int(steps.step.min()) if is_imported and len(steps.step) else 0  # A file may begin in mid-training.
+        steps_seen = int(steps.step.max()) + 1 - begin if len(steps.step) else 0
         is_over = all(source.ended for source in sources) or all_silent(sources, self._now_ns())
         verdict = verdict_of(evidence, findings, steps_seen, is_over=is_over)
         return {

@@ -30,8 +30,11 @@ def source(**facts: str) -> Source:
 
 def test_a_column_without_a_value_is_left_out() -> None:
     ranks, _ = report_tables([source(host="unknown", device=""), source(host="unknown")], [FAILED], [], {})
-    assert ranks.columns == ("rank", "process", "device", "steps", "end", "dropped")
-    assert ranks.rows == [("0", "7", "", "0", "failed", "0"), ("0", "7", "cpu", "0", "failed", "0")]
+    assert ranks.columns == ("rank", "process", "device", "steps", "end")
+    assert ranks.rows == [("0", "7", "", "0", "failed"), ("0", "7", "cpu", "0", "failed")]
+    ranks, settings = report_tables([replace(source(), dropped=1200)], [], [], {"device": "unknown", "torch": "2.13"})
+    assert (ranks.columns[-1], ranks.rows[0][-1]) == ("dropped", "1,200")
+    assert settings.rows == [("torch", "2.13")]
 
 
 def test_an_attempt_has_its_begin_and_its_end() -> None:
