@@ -13,7 +13,7 @@ from ddpobs.cli.app import TRAIN, CollectorOption, checked, main, settings
 from ddpobs.config import TelemetryConfig
 from ddpobs.export.spool import folder_of
 from ddpobs.launch.host_check.order import VARIABLE, Order
-from ddpobs.launch.start import supervise
+from ddpobs.launch.start import run_plain, supervise
 from ddpobs.recording.place.last_place import FOLDER
 
 RunOption = Annotated[str | None, typer.Option("--run", help="Run id; by default DDPOBS_RUN, or the launcher's.")]
@@ -32,9 +32,14 @@ def run(
     """Run a command and its child processes with telemetry.
 
     It reports ranks that are killed or raise before their model is built, and a command that fails before. It ends as
-    the command does, with its exit status or by its signal.
+    the command does, with its exit status or by its signal. With DDPOBS_TELEMETRY=0 and no `--collector` the command
+    runs without telemetry.
     """
     config = settings(collector)
+    if collector is None and os.environ.get("DDPOBS_TELEMETRY", "").strip() == "0":
+        if not config.quiet:
+            _say("no telemetry, because DDPOBS_TELEMETRY is 0")
+        run_plain(command, _say)
     start(config, command, checked(config, run=run_id).run or "" if run_id is not None else None)
 
 
@@ -64,6 +69,10 @@ def start(
         environ,
         own_environ,
         places,
-        lambda reason: typer.echo(f"ddpobs: {reason}", err=True),
+        _say,
         keep_output=config.traceback,
     )
+
+
+def _say(text: str) -> None:
+    typer.echo(f"ddpobs: {text}", err=True)

@@ -75,6 +75,11 @@ def supervise(
     os.execve(sys.executable, [*python, *arguments], dict(own_environ))
 
 
+def run_plain(command: Sequence[str], fail: Callable[[str], object]) -> NoReturn:
+    """Become the command itself, without telemetry; `fail` as for `supervise`."""
+    _become(command, os.environ, signal.pthread_sigmask(signal.SIG_BLOCK, ()), fail)
+
+
 def script_of(command: Sequence[str]) -> str:
     """Return the script in a command, or the program."""
     return next((word for word in command if word.endswith(".py")), command[0])
@@ -101,7 +106,7 @@ def _become(
     mask: set[signal.Signals] | set[int],
     fail: Callable[[str], object],
 ) -> NoReturn:
-    """Replace this child process by the command."""
+    """Replace this process by the command."""
     try:
         for number in _SET_BY_PYTHON:
             signal.signal(number, signal.SIG_DFL)

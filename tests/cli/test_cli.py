@@ -64,6 +64,17 @@ ACCOUNT = {
 }
 
 
+@pytest.mark.parametrize("options", [(), ("--collector", "http://c:1")])
+def test_run_leaves_telemetry_out_if_the_environment_says_so_and_no_collector_is_given(
+    options: tuple[str, ...],
+) -> None:
+    code = "import os, sys; print(os.environ['DDPOBS_TELEMETRY'], 'autoload' in str(os.environ)); sys.exit(7)"
+    completed = ddpobs("run", *options, "--", sys.executable, "-c", code, DDPOBS_TELEMETRY="0")
+    assert completed.returncode == 7
+    assert completed.stdout.split() == (["http://c:1", "True"] if options else ["0", "False"])
+    assert ("no telemetry, because DDPOBS_TELEMETRY is 0" in completed.stderr) is not bool(options)
+
+
 def test_report_prints_the_parts_of_a_finding_with_control_characters_escaped() -> None:
     finding = {
         "code": "straggler",

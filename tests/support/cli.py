@@ -18,8 +18,8 @@ from tests.support.integration.collectors import Reply
 ROOT = Path(__file__).parents[2]
 
 
-def ddpobs(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environ = {"DDPOBS_TIMEOUT_S": str(patience.HANG_S), **os.environ, "PYTHONPATH": str(ROOT)}
+def ddpobs(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    environ = {"DDPOBS_TIMEOUT_S": str(patience.HANG_S), **os.environ, "PYTHONPATH": str(ROOT), **settings}
     command = [sys.executable, "-c", "from ddpobs.cli import main; main()", *arguments]
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
 
