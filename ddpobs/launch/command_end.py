@@ -20,13 +20,16 @@ _MAX_LINES, _MAX_CHARACTERS = 20, 4000
 _CONTROL = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
 """Sequences that colour a terminal's text, move its cursor or set its title."""
 
+_BOX = re.compile(r"^(?:┌─|\+-) ddpobs.*?^[└+][─-]+[┘+]\r?\n", re.MULTILINE | re.DOTALL)
+"""The verdict that an earlier training of the command printed."""
+
 
 def last_lines(output: bytes) -> str:
     """Return the last lines of an output as text, at most 20 and at most 4,000 characters.
 
-    Of a line that was written over, such as a progress bar, the last state is kept.
+    Of a line that was written over, such as a progress bar, the last state is kept. The box of ddpobs is left out.
     """
-    text = _CONTROL.sub("", output.decode(errors="replace"))
+    text = _BOX.sub("", _CONTROL.sub("", output.decode(errors="replace")))
     lines = [line.rstrip("\r").rpartition("\r")[2].expandtabs(4).rstrip() for line in text.split("\n")]
     if len(output) >= MAX_BYTES:
         lines = lines[1:]  # The first one is cut.
