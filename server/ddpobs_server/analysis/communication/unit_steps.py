@@ -23,6 +23,7 @@ from ddpobs_server.analysis.steps.joined_steps import Floats
 GATHERS = wire.UNIT_KINDS[:2]
 MIN_GAIN = 0.03
 """Minimum predicted saving, as a share of the step, that is reported."""
+_REPEATED, _REPEATED_SHARE = "gather a unit several times", 0.1
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _unit_steps(evidence: Evidence) -> UnitSteps | str:
         return "the sizes of units are not known"  # Not every imported trace has them.
     if len(np.unique(joined.module)) != 1:
         return "no step has spans of one module's units on all ranks"
-    return _in_order(evidence, columns, spans[1], joined)
+    return f"steps {_REPEATED}" if _repeat(*spans) else _in_order(evidence, columns, spans[1], joined)
 
 
 def _incomparable_reason(evidence: Evidence) -> str:
@@ -104,7 +105,13 @@ def _incomparable_reason(evidence: Evidence) -> str:
     if len(evidence.joined) < MIN_STEPS:
         return f"{len(evidence.joined)} of {MIN_STEPS} steps in which all ranks can be compared"
     several = float(np.median(evidence.steps.micro_steps)) > 1
-    return "steps of several micro-batches gather a unit several times" if several else ""
+    return f"steps of several micro-batches {_REPEATED}" if several else ""
+
+
+def _repeat(rank: wire.Ints, spans: wire.Spans) -> bool:
+    """Whether a tenth of one module's collectives comes again in its step: a unit is used several times."""
+    key = (rank * (spans.step.max(initial=0) + 1) + spans.step) * (spans.bucket.max(initial=0) + 1) + spans.bucket
+    return len(np.unique(key)) < (1 - _REPEATED_SHARE) * len(key)
 
 
 def _in_order(evidence: Evidence, columns: ColumnReader, spans: wire.Spans, joined: Transfers) -> UnitSteps | str:

@@ -10,6 +10,7 @@ import pytest
 from ddpobs_server.analysis.finding import NotJudged
 from ddpobs_server.analysis.findings.prefetch_missing import PrefetchMissingFacts, prefetch_missing
 
+from ddpobs import wire
 from tests.support.analysis.judged import facts_of, only
 from tests.support.analysis.link_scenario import on_hosts
 from tests.support.analysis.unit_scenario import Sharded
@@ -101,3 +102,18 @@ def test_what_the_evidence_does_not_show_is_not_judged(run: Sharded, facts: dict
     (result,) = prefetch_missing(run.evidence(**facts))
     assert isinstance(result, NotJudged)
     assert reason in str(result)
+
+
+def test_units_that_a_step_uses_twice_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    evidence = LATE.evidence(**FACTS)
+    columns: Any = evidence.columns
+    read = columns.spans
+
+    def twice(*bounds: Any) -> tuple[wire.Ints, wire.Spans]:
+        rank, spans = read(*bounds)
+        rows = np.repeat(np.arange(len(spans)), 1 + (spans.bucket % 3 == 1))
+        return rank[rows], spans.select(rows)
+
+    monkeypatch.setattr(columns, "spans", twice)
+    (result,) = prefetch_missing(evidence)
+    assert "steps gather a unit several times" in str(result)
