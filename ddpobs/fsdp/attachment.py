@@ -182,7 +182,7 @@ class FullyShardedAttachment:
     def reduce(self, unit: Any, call: Callable[[], Any]) -> Any:
         """Stamp the unit's reduce-scatter and its all-reduce over replicas, if torch launches them."""
         ready, comm = self._now(), unit._reduce_scatter_comm
-        if unit.reduce_grads:
+        if fully_shard.reduces(unit):
             self._last_ready = ready
         reduction = AllReduceWait(lambda: self._start(unit, REDUCE))
         # The all-reduce over replicas follows the reduce-scatter.

@@ -148,6 +148,11 @@ def reshards(unit: Any) -> bool:
     return unit.post_forward_mesh_info is not None
 
 
+def reduces(unit: Any) -> bool:
+    """Whether the unit's next reduction is a whole one; that of a micro-batch may be left out, or its all-reduce."""
+    return unit.reduce_grads and (unit.all_reduce_grads or replicate_group(unit) is None)
+
+
 def is_gathering(unit: Any) -> bool:
     """Whether an all-gather was launched whose result is not used yet."""
     return unit._all_gather_result is not None

@@ -125,17 +125,18 @@ def test_a_changed_shard_is_found_among_its_replicas(size: int, shape: tuple[int
     assert finding.ranks == [1] if size == 2 else [3]
 
 
-def accumulated(rank: int, _size: int) -> dict[str, Any]:
-    """Train two steps of three micro-batches, of which only the last one reduces."""
+def accumulated(rank: int, _size: int, replicas: bool) -> dict[str, Any]:
+    """Train two steps of three micro-batches, of which only the last one reduces; or reduces over the replicas."""
     from tests.support.distributed.compare import batch
 
     with sending() as sent:
-        model = sharded()
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")) if replicas else None
+        model = sharded(mesh=mesh)
         ddpobs.attach(model, sent.config)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for step in range(2):
             for micro in range(3):
-                model.set_requires_gradient_sync(micro == 2)
+                (model.set_requires_all_reduce if replicas else model.set_requires_gradient_sync)(micro == 2)
                 model(batch(rank, 3 * step + micro)).pow(2).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -146,12 +147,18 @@ def accumulated(rank: int, _size: int) -> dict[str, Any]:
 
 
 def test_micro_batches_without_a_reduction_are_passes_of_one_step() -> None:
-    for rank in run_ranks(accumulated, 2):
+    for rank in run_ranks(accumulated, 2, False):
         assert rank["micro"] == [3, 3]
         assert rank["comms"] == []
         assert rank["kinds"].count("reduce_scatter") == 2 * (1 + UNITS)
         assert rank["kinds"].count("all_gather") > 2 * UNITS
         assert set(rank["steps"]) == {0, 1}
+
+
+def test_micro_batches_without_an_all_reduce_over_replicas_are_passes_of_one_step() -> None:
+    for rank in run_ranks(accumulated, 2, True):
+        assert rank["micro"] == [3, 3]
+        assert rank["kinds"] == ["all_reduce"] * 2 * (1 + UNITS)
 
 
 def evaluated(rank: int, _size: int) -> dict[str, Any]:

@@ -32,7 +32,15 @@ def test_a_state_has_the_methods_that_are_wrapped() -> None:
 
 def test_units_and_states_have_what_is_read() -> None:
     assert assigned(fully_shard.unit_class()) >= {
-        *("fsdp_params", "mesh_info", "post_forward_mesh_info", "device", "reduce_grads", "_module_fqn"),
+        *(
+            "fsdp_params",
+            "mesh_info",
+            "post_forward_mesh_info",
+            "device",
+            "reduce_grads",
+            "all_reduce_grads",
+            "_module_fqn",
+        ),
         *("_all_gather_result", "_all_gather_comm", "_reduce_scatter_comm", "is_unsharded"),
     }
     assert assigned(fully_shard.state_class()) >= {"_is_root", "_modules", "_state_ctx", "_fsdp_param_groups"}
