@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -39,6 +39,10 @@ _NAMES = {"barrier": "barrier", "reducescatter": _SCATTER, "allreduce": "all_red
 _BYTES = {"Float": 4, "Half": 2, "BFloat16": 2, "Double": 8, "Int": 4, "Long": 8, "Byte": 1, "Char": 1, "Bool": 1}
 
 
+_MAX_RANKS = 2**20
+_Nanoseconds = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
 class _Members(msgspec.Struct):
     name: str = msgspec.field(default="", name="pg_name")
     ranks: list[int] = []
@@ -46,8 +50,8 @@ class _Members(msgspec.Struct):
 
 class _Group(msgspec.Struct):
     backend: str = ""
-    rank: int | None = None
-    world_size: int | None = None
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=_MAX_RANKS)] | None = None
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=_MAX_RANKS)] | None = None
     groups: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="pg_config")
 
     @property
@@ -80,6 +84,8 @@ def read(path: Path, advance: Callable[[int], object] = lambda _: None) -> RankT
         reader.add(piece)
     header = events.header
     group = _field(path, header, "distributedInfo", _Group) or _Group()
+    if group.rank is not None and group.rank >= (group.world_size or _MAX_RANKS):
+        raise TraceFileError(path, f"one of {group.world_size} ranks", f"rank {group.rank}")
     devices = _field(path, header, "deviceProperties", list[_Device]) or []
     on_gpu = len(reader.kernels) > 0
     members = group.members
@@ -90,7 +96,7 @@ def read(path: Path, advance: Callable[[int], object] = lambda _: None) -> RankT
         host=_field(path, header, "host_name", str) or "",
         backend=group.backend or ("nccl" if on_gpu else "gloo"),
         device=devices[0].name if on_gpu and devices else "cuda" if on_gpu else "cpu",
-        wall_ns=_field(path, header, "baseTimeNanoseconds", int) or 0,
+        wall_ns=_field(path, header, "baseTimeNanoseconds", _Nanoseconds) or 0,
         steps=sorted(reader.steps),
         calls=_calls(reader),
         collectives=_nccl(reader, members or {}) if on_gpu else _of_gloo(reader),

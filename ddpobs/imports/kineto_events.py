@@ -29,6 +29,7 @@ _UNITS, _ENDS_BACKWARD = "FSDP::", "FSDP::root_post_backward_callback"
 _OTHERS = (*_ENGINE, _LAUNCH, _UNITS, *_FORWARDS)
 """Operators that matter beside computation."""
 _FETCH, _STEP, _OPTIMIZER, _ZERO = "enumerate(DataLoader)#", "ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#"
+_MAX_STEP = len(_STEP) + 16
 _COMPUTED = "aten::"
 _LONGEST_UNION = 2**20
 """Intervals of computation after which they are joined."""
@@ -167,7 +168,7 @@ class KinetoEvents:
             self.units.append(found)
 
     def _annotation(self, name: str, began_ns: int, ended_ns: int) -> None:
-        if name.startswith(_STEP) and name[len(_STEP) :].isdecimal():
+        if name.startswith(_STEP) and name[len(_STEP) :].isdecimal() and len(name) < _MAX_STEP:
             self.steps.append((int(name[len(_STEP) :]), began_ns))
         elif name in _FORWARDS:
             self.calls.append(Call("forward", began_ns, ended_ns))

@@ -30,7 +30,7 @@ def numbered(traces: Sequence[RankTrace]) -> list[RankTrace]:
     """Give each trace a rank: its own, or if no file tells one, its position.
 
     Raises:
-        TraceFileError: Two files are of the same rank, or some tell their rank and others do not.
+        TraceFileError: Two files are of the same rank or of runs of different size, or some tell no rank.
     """
     if all(trace.rank is None for trace in traces):
         return [replace(trace, rank=index, world_size=len(traces)) for index, trace in enumerate(traces)]
@@ -38,6 +38,9 @@ def numbered(traces: Sequence[RankTrace]) -> list[RankTrace]:
     for trace in traces:
         if trace.rank is None:
             raise TraceFileError(trace.source, "the number of the rank, as the other files tell it", "none")
+        if trace.world_size != traces[0].world_size:
+            expected = f"a file of the same run as {traces[0].source}, with {traces[0].world_size} ranks"
+            raise TraceFileError(trace.source, expected, f"{trace.world_size}")
         if trace.rank in by_rank:
             other = by_rank[trace.rank].source
             raise TraceFileError(trace.source, "one file of each rank", f"rank {trace.rank}, as in {other}")

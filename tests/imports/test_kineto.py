@@ -9,6 +9,7 @@ import json
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,6 +103,35 @@ def test_two_files_of_one_rank_are_refused(tmp_path: Path) -> None:
     twice = [kineto.read(trace(tmp_path, name)) for name in ("a.json", "b.json")]
     with pytest.raises(TraceFileError, match=r"b\.json: expected one file of each rank, got rank 0, as in a.json"):
         numbered(twice)
+
+
+def test_files_of_runs_of_different_size_are_refused(tmp_path: Path) -> None:
+    other = {"backend": "gloo", "rank": 1, "world_size": 4}
+    traces = [kineto.read(trace(tmp_path)), kineto.read(trace(tmp_path, "b.json", distributedInfo=other))]
+    with pytest.raises(
+        TraceFileError, match=r"b\.json: expected a file of the same run as t\.json, with 2 ranks, got 4"
+    ):
+        numbered(traces)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"distributedInfo": {"rank": 7, "world_size": 4}}, "one of 4 ranks, got rank 7"),
+        ({"distributedInfo": {"rank": -1, "world_size": 4}}, "distributedInfo as"),
+        ({"distributedInfo": {"rank": 0, "world_size": 10**12}}, "distributedInfo as"),
+        ({"baseTimeNanoseconds": 10**30}, "baseTimeNanoseconds as"),
+    ],
+)
+def test_numbers_that_no_training_has_are_refused(tmp_path: Path, fields: dict[str, Any], expected: str) -> None:
+    with pytest.raises(TraceFileError, match=expected):
+        kineto.read(trace(tmp_path, **fields))
+
+
+def test_steps_of_too_many_digits_are_no_steps(tmp_path: Path) -> None:
+    path = trace(tmp_path)
+    path.write_text(re.sub(r"ProfilerStep#(\d)", r"ProfilerStep#\g<1>" + "0" * 30, path.read_text()))
+    assert list(encoded(read([path], "r")))
 
 
 def test_a_trace_without_a_backward_is_refused(tmp_path: Path) -> None:
