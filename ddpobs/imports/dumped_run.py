@@ -28,7 +28,7 @@ class DumpedRun:
         run: Name of the run.
 
     Raises:
-        TraceFileError: Two dumps are of the same rank, or no rank waits.
+        TraceFileError: Two dumps are of the same rank, one is of no rank of the run, or no rank waits.
     """
 
     def __init__(self, dumps: Sequence[RankDump], run: str) -> None:
@@ -68,6 +68,10 @@ def _by_rank(dumps: Sequence[RankDump]) -> dict[int, RankDump]:
             other = by_rank[dump.rank].source
             raise TraceFileError(dump.source, "one dump of each rank", f"rank {dump.rank}, as in {other}")
         by_rank[dump.rank] = dump
+    members = {rank for dump in dumps for ranks in dump.members.values() for rank in ranks}
+    for dump in by_rank.values():
+        if members and dump.rank not in members:
+            raise TraceFileError(dump.source, "a dump of a rank of the run's process groups", f"rank {dump.rank}")
     return by_rank
 
 

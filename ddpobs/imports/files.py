@@ -59,10 +59,10 @@ def encoded(imported: Imported) -> Iterator[tuple[wire.Batch, bytes]]:
         TraceFileError: The files' times or numbers contradict each other.
     """
     for batch in imported.batches():
-        body = wire.encode(batch)
         try:
+            body = wire.encode(batch)
             wire.decode(body)
-        except WireError as error:
+        except (WireError, OverflowError) as error:  # The latter is raised for a number of more than 64 bits.
             file = batch.hello.settings["file"] if batch.hello else f"rank {batch.rank}"
             raise TraceFileError(file, "times and numbers of a training", error) from None
         yield batch, zstandard.compress(body, 1)

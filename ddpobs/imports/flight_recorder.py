@@ -17,6 +17,7 @@ import msgspec
 from ddpobs.errors import TraceFileError
 
 _MAX_BYTES = 256 * 2**20
+_MAX_DIGITS = 6
 _PICKLE = b"\x80"
 _JSON = re.compile(rb'\s*\{\s*"(comm_lib_version|entries|pg_config|version)"')
 _FOREIGN = ("site-packages", "dist-packages", "/torch/", "<frozen", "/lib/python")
@@ -102,8 +103,8 @@ def read(path: Path) -> RankDump:
         TraceFileError: The file is no dump, or its name has no number.
     """
     numbers = re.findall(r"\d+", path.name)
-    if not numbers:
-        raise TraceFileError(path, "a name that ends in the rank, such as nccl_trace_rank_3", "none")
+    if not numbers or len(numbers[-1]) > _MAX_DIGITS:
+        raise TraceFileError(path, "a name that ends in the rank, such as nccl_trace_rank_3", "another one")
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise TraceFileError(path, "a dump of at most 256 MiB", f"{path.stat().st_size:,} bytes")

@@ -15,6 +15,7 @@ from ddpobs import wire
 from ddpobs.errors import TraceFileError
 from ddpobs.imports.dump_verdicts import verdicts
 from ddpobs.imports.dumped_run import DumpedRun
+from ddpobs.imports.files import encoded
 from ddpobs.imports.flight_recorder import Entry, RankDump, is_dump, read
 
 GROUP = ("0", "default_pg")
@@ -87,6 +88,19 @@ def test_two_dumps_of_one_rank_are_refused() -> None:
         DumpedRun([dump(0, 9), dump(0, 9)], "r")
 
 
+def test_a_dump_of_no_rank_of_the_run_is_refused() -> None:
+    with pytest.raises(
+        TraceFileError, match=r"rank_9: expected a dump of a rank of the run's process groups, got rank 9"
+    ):
+        DumpedRun([dump(0, 9, [0, 1]), dump(9, 8, [0, 1])], "r")
+
+
+@pytest.mark.parametrize("last", [{"time_created_ns": 10**25}, {"collective_seq_id": 10**25}])
+def test_numbers_of_more_than_64_bits_are_refused(last: dict[str, Any]) -> None:
+    with pytest.raises(TraceFileError, match="rank_0: expected times and numbers of a training"):
+        list(encoded(DumpedRun([dump(0, 9, **last)], "r")))
+
+
 def test_dumps_without_a_rank_that_waits_make_no_run() -> None:
     with pytest.raises(TraceFileError, match="no rank that waits in a collective"):
         DumpedRun([dump(0, 9, retired=True)], "r")
@@ -149,6 +163,7 @@ def test_a_file_s_rank_is_the_last_number_of_its_name(tmp_path: Path) -> None:
     path = tmp_path / "nccl_trace_7_rank_12.json"
     path.write_text('{"entries": []}')
     assert (is_dump(path), read(path).rank) == (True, 12)
-    unnamed = path.rename(tmp_path / "dump")
-    with pytest.raises(TraceFileError, match="a name that ends in the rank"):
-        read(unnamed)
+    for name in ("dump", "dump_20261130120000"):
+        path = path.rename(tmp_path / name)
+        with pytest.raises(TraceFileError, match="a name that ends in the rank"):
+            read(path)
