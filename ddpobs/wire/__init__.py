@@ -23,6 +23,7 @@ from ddpobs.wire.fields import (
     UNKNOWN,
     Ints,
     Scalar,
+    module_of_replicas,
     replicas_module,
 )
 from ddpobs.wire.pulse import CodePlace, Input, Machine, Pulse
@@ -94,6 +95,7 @@ __all__ = [
     "decode",
     "encode",
     "encode_json",
+    "module_of_replicas",
     "pack",
     "pack_json",
     "pack_spans",

@@ -83,5 +83,10 @@ def replicas_module(module: int, lowest_rank: int, world_size: int) -> int:
     return FIRST_REPLICAS + module * world_size + lowest_rank
 
 
+def module_of_replicas(number: int, world_size: int) -> int:
+    """The module of a fingerprint's number, which is the module's own or one of `replicas_module`."""
+    return number if number < FIRST_REPLICAS else (number - FIRST_REPLICAS) // max(1, world_size)
+
+
 class Record(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Skips unknown fields, so that an older collector reads a newer client. Compares by identity."""

@@ -143,6 +143,17 @@ def test_a_batch_at_its_limits_is_stored(small: Collector, run: str) -> None:
     assert put(small.url, batch(run, seq=1, layouts=[changed_layout(module=2, revision=2)])).status_code == 201
 
 
+@pytest.mark.parametrize(("module", "status"), [(2, 201), (3, 422)])
+def test_fingerprints_of_replicated_shards_are_limited_by_their_module(
+    small: Collector, run: str, module: int, status: int
+) -> None:
+    one = np.ones(1, np.int64)
+    columns = {"gradients": one, "parameters": one, "buffers": one[:0]}
+    number = wire.replicas_module(module, 1, 8)
+    sample = wire.Fingerprint(module=number, synchronised=0, names=["w"], buffer_names=[], **columns)
+    assert put(small.url, batch(run, world_size=8, fingerprints=[sample])).status_code == status
+
+
 def test_a_run_refuses_sources_beyond_its_limit_and_known_ones_may_send(small: Collector, run: str) -> None:
     answers = [put(small.url, batch(run, rank=rank, world_size=4)) for rank in range(4)]
     assert [answer.status_code for answer in answers] == [201, 201, 201, 429]

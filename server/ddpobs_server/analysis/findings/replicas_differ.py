@@ -59,7 +59,7 @@ def replicas_differ(evidence: Evidence) -> Judgement:
     by_module: dict[int, list[tuple[int, int, list[_Difference]]]] = defaultdict(list)
     for number, steps in sorted(samples.items()):
         if (first := _first_difference(steps)) is not None:
-            by_module[_module_of(number, evidence.world_size)].append(first)
+            by_module[wire.module_of_replicas(number, evidence.world_size)].append(first)
     findings = []
     for module, differing in sorted(by_module.items()):
         step = min(step for _, step, _ in differing)
@@ -68,11 +68,6 @@ def replicas_differ(evidence: Evidence) -> Judgement:
         differences = _merged([difference for _, _, found in earliest for difference in found])
         findings.append(_finding(evidence, module, (equal_until, step), differences))
     return findings
-
-
-def _module_of(number: int, world_size: int) -> int:
-    """The module of a fingerprint's number: see `wire.replicas_module`."""
-    return number if number < wire.FIRST_REPLICAS else (number - wire.FIRST_REPLICAS) // max(1, world_size)
 
 
 def _first_difference(steps: dict[int, dict[int, wire.Fingerprint]]) -> tuple[int, int, list[_Difference]] | None:
