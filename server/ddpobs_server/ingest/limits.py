@@ -44,7 +44,11 @@ def _check_records(batch: wire.Batch, settings: Settings) -> None:
 
 
 def _check_modules(batch: wire.Batch, settings: Settings) -> None:
-    """Check module, revision and bucket numbers; all count from 0."""
+    """Check module, revision and bucket numbers; all count from 0.
+
+    The number of a module that only some ranks have is a multiple of the world size plus its lowest rank.
+    """
+    modules = settings.max_layouts * batch.world_size
     for layout in batch.layouts:
         _check_at_most("layouts.revision", layout.revision + 1, settings.max_layouts, "MAX_LAYOUTS")
         _check_at_most("layouts.buckets", len(layout.buckets), settings.max_buckets, "MAX_BUCKETS")
@@ -53,11 +57,11 @@ def _check_modules(batch: wire.Batch, settings: Settings) -> None:
         _check_at_most("fingerprints.module", module + 1, settings.max_layouts, "MAX_LAYOUTS")
     for field in ("layouts", "unused", "readiness"):
         for record in getattr(batch, field):
-            _check_at_most(f"{field}.module", record.module + 1, settings.max_layouts, "MAX_LAYOUTS")
+            _check_at_most(f"{field}.module", record.module + 1, modules, "MAX_LAYOUTS")
     for field in ("spans", "comms"):
         columns = getattr(batch, field)
         if columns is not None and len(columns):
-            _check_at_most(f"{field}.module", columns.ends("module")[1] + 1, settings.max_layouts, "MAX_LAYOUTS")
+            _check_at_most(f"{field}.module", columns.ends("module")[1] + 1, modules, "MAX_LAYOUTS")
     if batch.spans is not None and len(batch.spans):
         _check_at_most("spans.revision", batch.spans.ends("revision")[1] + 1, settings.max_layouts, "MAX_LAYOUTS")
         _check_at_most("spans.bucket", batch.spans.ends("bucket")[1] + 1, settings.max_buckets, "MAX_BUCKETS")

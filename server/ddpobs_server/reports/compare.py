@@ -210,10 +210,8 @@ def _bucket_times(store: Store, side: Side, read: _Read, names: Buckets) -> dict
     except TooManyRowsError:
         return {}
     revisions = {module: layout.revision for module, layout in compare_facts.latest(read.layouts).items()}
-    is_latest = (
-        spans.revision
-        == np.array([revisions.get(m, -1) for m in range(int(spans.module.max(initial=0)) + 1)])[spans.module]
-    )
+    modules, module_index = np.unique(spans.module, return_inverse=True)
+    is_latest = spans.revision == np.array([revisions.get(module, -1) for module in modules.tolist()])[module_index]
     rank, spans = rank[is_latest], spans.select(is_latest)
     compute = _since_previous(rank, spans)
     steps, step_index = np.unique(spans.step, return_inverse=True)

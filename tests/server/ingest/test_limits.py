@@ -73,6 +73,7 @@ def comms(module: int) -> wire.Comms:
 
 
 TOO_MUCH: dict[str, tuple[dict[str, Any], int]] = {
+    # A module that only some of two ranks have is number 2 n or 2 n + 1.
     "MAX_RANKS": ({"world_size": 9}, 422),
     "MAX_RECORDS": ({"steps": steps(0, 51)}, 413),
     "MAX_RECORDS of spans": ({"spans": spans(0, 26)}, 413),
@@ -84,16 +85,16 @@ TOO_MUCH: dict[str, tuple[dict[str, Any], int]] = {
     "MAX_NAMES": ({"unused": named(21)}, 413),
     "MAX_NAME_LENGTH": ({"unused": named(1, 41)}, 422),
     "MAX_NAME_LENGTH of details": ({"events": [wire.Event(kind="e", at_ns=0, detail={"a": "n" * 41})]}, 422),
-    "MAX_LAYOUTS of a process": ({"layouts": [changed_layout(module=3)]}, 422),
+    "MAX_LAYOUTS of a process": ({"layouts": [changed_layout(module=6)]}, 422),
     "MAX_LAYOUTS of a module": ({"layouts": [changed_layout(revision=3)]}, 422),
-    "MAX_LAYOUTS of spans": ({"spans": spans(0, 1, module=np.array([0, 3]))}, 422),
+    "MAX_LAYOUTS of spans": ({"spans": spans(0, 1, module=np.array([0, 6]))}, 422),
     "MAX_LAYOUTS of revisions": ({"spans": spans(0, 1, revision=np.array([0, 3]))}, 422),
-    "MAX_LAYOUTS of unused sets": ({"unused": [wire.Unused(step=0, module=3, locally=[], globally=[])]}, 422),
+    "MAX_LAYOUTS of unused sets": ({"unused": [wire.Unused(step=0, module=6, locally=[], globally=[])]}, 422),
     "MAX_LAYOUTS of readiness": (
-        {"readiness": [wire.Readiness(step=0, module=3, revision=0, ready_ns=np.arange(1))]},
+        {"readiness": [wire.Readiness(step=0, module=6, revision=0, ready_ns=np.arange(1))]},
         422,
     ),
-    "MAX_LAYOUTS of comms": ({"comms": comms(module=3)}, 422),
+    "MAX_LAYOUTS of comms": ({"comms": comms(module=6)}, 422),
     "MAX_BUCKETS of a layout": ({"layouts": [changed_layout(buckets=layout().buckets[:1] * 5)]}, 422),
     "MAX_BUCKETS of spans": ({"spans": spans(0, 1, bucket=np.array([0, 4]))}, 422),
 }
@@ -141,6 +142,17 @@ def test_a_batch_at_its_limits_is_stored(small: Collector, run: str) -> None:
     full = batch(run, world_size=8, steps=steps(0, 49), unused=named(17, 40), layouts=[])
     assert put(small.url, full).status_code == 201
     assert put(small.url, batch(run, seq=1, layouts=[changed_layout(module=2, revision=2)])).status_code == 201
+
+
+@pytest.mark.parametrize(("module", "status"), [(2 * 8 + 7, 201), (3 * 8, 422)])
+def test_modules_of_some_ranks_are_limited_by_their_number_in_a_process(
+    small: Collector, run: str, module: int, status: int
+) -> None:
+    fields: dict[str, Any] = {
+        "layouts": [changed_layout(module=module)],
+        "spans": spans(0, 1, module=np.array([0, module])),
+    }
+    assert put(small.url, batch(run, world_size=8, **fields)).status_code == status
 
 
 @pytest.mark.parametrize(("module", "status"), [(2, 201), (3, 422)])
