@@ -229,7 +229,12 @@ def test_torchrun_s_rank_that_a_signal_ends_is_the_first_to_fail(tmp_path: Path)
     script = tmp_path / "train.py"
     script.write_text(
         "import os, signal, time\n"
-        "if os.environ['RANK'] == '1':\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "from pathlib import Path\n"
+        "other_began = Path(__file__).with_suffix('.began')\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    while not other_began.exists():\n        time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "other_began.touch()\n"
         "time.sleep(600)\n"
     )
     with collector(acknowledge) as seen:

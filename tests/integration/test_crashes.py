@@ -128,7 +128,10 @@ def test_a_hung_rank_that_is_terminated_loses_no_step(environ: dict[str, str], t
         assert stored_steps(running) == {0: STEP, 1: STEP}
 
 
-@pytest.mark.parametrize(("number", "state"), [(signal.SIGTERM, "failed"), (signal.SIGINT, "interrupted")])
+@pytest.mark.parametrize(
+    ("number", "state"),
+    [(signal.SIGTERM, "failed"), pytest.param(signal.SIGINT, "interrupted", marks=pytest.mark.wide)],
+)
 def test_the_hang_of_a_run_that_a_signal_ended_stays_the_first_finding(number: int, state: str, tmp_path: Path) -> None:
     hang_after = {"DDPOBS_HANG_AFTER_S": "3"}
     with collector(tmp_path) as running, crash(tmp_path, running.url, "hang", "data", **hang_after) as ranks:

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).with_name("scripts") / "cached_loss.py"
 STEPS, PASSES, RANKS = 60, 4, 2
 
 
-@pytest.mark.parametrize("kind", ["ours", "torch"])
+@pytest.mark.parametrize("kind", ["ours", pytest.param("torch", marks=pytest.mark.wide)])
 def test_a_rank_that_is_slow_in_nested_passes_is_named(url: str, kind: str, tmp_path: Path) -> None:
     run, script = f"nested-{kind}", SCRIPT
     launcher: tuple[str, ...] = ()
