@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,8 @@ of a step in five steps.
 """
 Group = tuple[int, ...]
 """Ranks that reduce gradients together; none if they are all ranks."""
+_Steps = dict[tuple[Any, ...], list[int]]
+"""When collectives ended, by the number of their step and their names."""
 
 
 class Ends:
@@ -38,29 +40,40 @@ class Ends:
     """
 
     def __init__(self, trace: RankTrace, steps: wire.Steps) -> None:
+        self._rank, self._numbers = trace.rank or 0, steps.collective.tolist()
         self._step_ns = float(np.median(steps.end_ns - steps.start_ns))
         full = [one for one in trace.collectives if one.name in _FULL]
         places = np.searchsorted(steps.start_ns, [one.done_ns for one in full], "right") - 1
-        names: list[list[str]] = [[] for _ in range(len(steps))]
-        done_ns: list[list[int]] = [[] for _ in range(len(steps))]
-        for one, place in zip(full, places.tolist(), strict=True):
-            if place >= 0:
-                names[place].append(one.name)
-                done_ns[place].append(one.done_ns)
-        numbers = steps.collective.tolist()
-        self._done_ns = {(number, *each): ends for number, each, ends in zip(numbers, names, done_ns, strict=True)}
+        self._placed = [(place, one) for place, one in zip(places.tolist(), full, strict=True) if place >= 0]
+        self._groups = {one.group for one in full}
+        self._done_ns: dict[frozenset[Group], _Steps] = {}
+
+    def _with(self, rank: int) -> _Steps:
+        """The collectives in which that rank takes part too, or may: not each one has a known group."""
+        groups = frozenset(group for group in self._groups if not group or rank in group)
+        if groups not in self._done_ns:
+            names: list[list[str]] = [[] for _ in self._numbers]
+            done_ns: list[list[int]] = [[] for _ in self._numbers]
+            for place, one in self._placed:
+                if one.group in groups:
+                    names[place].append(one.name)
+                    done_ns[place].append(one.done_ns)
+            each = zip(self._numbers, names, done_ns, strict=True)
+            self._done_ns[groups] = {(number, *of_step): ends for number, of_step, ends in each}
+        return self._done_ns[groups]
 
     def spread(self, other: Ends) -> float | None:
         """How far the differences between the ends of two ranks spread, as a share of the step.
 
         None if too few steps have the same collectives on both.
         """
-        common = [key for key in self._done_ns.keys() & other._done_ns.keys() if len(key) > 1]
+        own_ns, others_ns = self._with(other._rank), other._with(self._rank)
+        common = [key for key in own_ns.keys() & others_ns.keys() if len(key) > 1]
         alike = Counter(key[1:] for key in common).most_common(1)
         steps = [key for key in common if key[1:] == alike[0][0]]
         if len(steps) < _MIN_STEPS:
             return None
-        difference_ns = np.array([self._done_ns[key] for key in steps]) - [other._done_ns[key] for key in steps]
+        difference_ns = np.array([own_ns[key] for key in steps]) - [others_ns[key] for key in steps]
         over_steps = np.diff(np.percentile(difference_ns, [25, 75], axis=0), axis=0)
         over_places = np.ptp(np.median(difference_ns, axis=0))
         return max(float(np.median(over_steps)), float(over_places)) / self._step_ns

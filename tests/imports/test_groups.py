@@ -117,6 +117,22 @@ def test_files_of_different_runs_are_not_compared() -> None:
     assert found.lines[1:] == [f"ranks 0 and 1 are not compared: {reason}"]
 
 
+def test_collectives_that_a_rank_does_not_share_may_end_at_any_time() -> None:
+    tensors, replicas = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+    traces = []
+    for rank, work_ms in enumerate((30, 30, 80, 70)):
+        groups, left_ms = (tensors[rank // 2], replicas[rank % 2]), (32, 82)[rank // 2]
+        steps = [
+            [
+                _collective("all_reduce", at_ms + work_ms, at_ms + left_ms)._replace(group=groups[0]),
+                _collective("all_reduce", at_ms + left_ms + 3, at_ms + 90)._replace(group=groups[1]),
+            ]
+            for at_ms in range(1000 * rank, 1000 * rank + 1200, 100)
+        ]
+        traces.append(_with(trace_of(f"{rank}.json", rank, 4, steps, backend="nccl"), groups))
+    assert late(TracedRun(traces, "r", "torch.profiler")) == {2}
+
+
 def test_times_at_which_ranks_leave_may_vary() -> None:
     assert late(run([(30, 50, 30, 30)], [()] * 4, jitter_ms=8)) == {1}
 
