@@ -91,7 +91,7 @@ class Diagnosis:
         if all_silent(sources, self._now_ns()) and not any(finding.code in _OF_SILENCE for finding in findings):
             missing.append(NotJudged("hang", _ALL_SILENT))
         is_imported = any(source.ended == IMPORTED for source in sources)
-        begin = int(steps.step.min()) if is_imported and len(steps.step) else 0  # A file may begin in mid-training.
+        begin = judged.first if is_imported else 0  # A file may begin in mid-training.
         steps_seen = int(steps.step.max()) + 1 - begin if len(steps.step) else 0
         is_over = all(source.ended for source in sources) or all_silent(sources, self._now_ns())
         verdict = verdict_of(evidence, findings, steps_seen, is_over=is_over)

@@ -52,6 +52,13 @@ class JudgedSteps:
         """Ranks and columns of all judged steps that were read."""
         return self.whole or (self.rank, self.steps)
 
+    @property
+    def first(self) -> int:
+        """First judged step; 0 without one."""
+        bins = self.earlier_times
+        first = np.concatenate([self.all_rows[1].step, *([] if bins is None else [bins.column("first")])])
+        return int(first.min()) if len(first) else 0
+
     def without_silent_ranks(self, sources: list[Source]) -> JudgedSteps:
         """Return the rows without silent ranks: with them no recent step could be compared."""
         rank, steps = drop_silent_ranks(self.rank, self.steps, sources)

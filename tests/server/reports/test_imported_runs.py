@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from ddpobs_server.metrics.scrape import RunRenderer
 from ddpobs_server.operations.webhook_job import WebhookJob
+from ddpobs_server.reports import judged_steps
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.reports.run_state import state_of_rank, state_of_run
 from ddpobs_server.settings import Settings
@@ -54,10 +55,11 @@ def timeline(folder: Path) -> list[Path]:
     return [folder / "timeline.json"]
 
 
-def export(folder: Path) -> list[Path]:
-    """Forty steps of two ranks."""
-    columns = {name: np.tile(column, 2) for name, column in zip(wire.Steps.names, steps(0, 40).table, strict=True)}
-    keys = {"run": ["live"] * 80, "attempt": [ATTEMPT] * 80, "rank": [0] * 40 + [1] * 40}
+def export(folder: Path, first: int = 0, count: int = 40) -> list[Path]:
+    """Steps of two ranks."""
+    table = steps(first, count).table
+    columns = {name: np.tile(column, 2) for name, column in zip(wire.Steps.names, table, strict=True)}
+    keys = {"run": ["live"] * 2 * count, "attempt": [ATTEMPT] * 2 * count, "rank": [0] * count + [1] * count}
     pq.write_table(pa.table({**keys, **columns}), folder / "steps.parquet")
     return [folder / "steps.parquet"]
 
@@ -107,6 +109,19 @@ def test_an_imported_run_has_the_state_of_its_files_however_long_ago(
     codes = [finding["code"] for finding in reports.diagnostics("run", run.attempt)["findings"]]
     assert "lost" not in codes
     assert ("hang" in codes) == hangs
+
+
+@pytest.mark.parametrize("whole_rows", [judged_steps.WHOLE_ROWS, 1000], ids=["whole", "latest"])
+def test_an_imported_run_has_all_steps_of_its_file(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole_rows: int
+) -> None:
+    monkeypatch.setattr(judged_steps, "WHOLE_ROWS", whole_rows)
+    for batch, _ in encoded(read(export(tmp_path, 500, 3000), "run")):
+        body = wire.encode(batch)
+        store.ingest([Arrival(wire.decode(body), hashlib.sha256(body).digest(), len(body), time.time_ns())])
+    run = store.run("run")
+    assert run is not None
+    assert Reports(store).diagnostics("run", run.attempt)["steps_seen"] == 3000
 
 
 @pytest.mark.parametrize("file_format", FORMATS)
