@@ -54,7 +54,7 @@ def _check_modules(batch: wire.Batch, settings: Settings) -> None:
         _check_at_most("layouts.buckets", len(layout.buckets), settings.max_buckets, "MAX_BUCKETS")
     for sample in batch.fingerprints:
         module = wire.module_of_replicas(sample.module, batch.world_size)
-        _check_at_most("fingerprints.module", module + 1, settings.max_layouts, "MAX_LAYOUTS")
+        _check_at_most("fingerprints.module", module + 1, modules, "MAX_LAYOUTS")
     for field in ("layouts", "unused", "readiness"):
         for record in getattr(batch, field):
             _check_at_most(f"{field}.module", record.module + 1, modules, "MAX_LAYOUTS")

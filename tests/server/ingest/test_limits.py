@@ -72,6 +72,12 @@ def comms(module: int) -> wire.Comms:
     return wire.Comms(**{name: np.array([module if name == "module" else 0]) for name in wire.Comms.names})
 
 
+def fingerprint(module: int) -> wire.Fingerprint:
+    one = np.ones(1, np.int64)
+    columns = {"gradients": one, "parameters": one, "buffers": one[:0]}
+    return wire.Fingerprint(module=module, synchronised=0, names=["w"], buffer_names=[], **columns)
+
+
 TOO_MUCH: dict[str, tuple[dict[str, Any], int]] = {
     # A module that only some of two ranks have is number 2 n or 2 n + 1.
     "MAX_RANKS": ({"world_size": 9}, 422),
@@ -155,15 +161,13 @@ def test_modules_of_some_ranks_are_limited_by_their_number_in_a_process(
     assert put(small.url, batch(run, world_size=8, **fields)).status_code == status
 
 
-@pytest.mark.parametrize(("module", "status"), [(2, 201), (3, 422)])
-def test_fingerprints_of_replicated_shards_are_limited_by_their_module(
-    small: Collector, run: str, module: int, status: int
+@pytest.mark.parametrize(("module", "status"), [(2 * 8 + 7, 201), (3 * 8, 422)])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_fingerprints_are_limited_by_their_module(
+    small: Collector, run: str, module: int, status: int, is_sharded: bool
 ) -> None:
-    one = np.ones(1, np.int64)
-    columns = {"gradients": one, "parameters": one, "buffers": one[:0]}
-    number = wire.replicas_module(module, 1, 8)
-    sample = wire.Fingerprint(module=number, synchronised=0, names=["w"], buffer_names=[], **columns)
-    assert put(small.url, batch(run, world_size=8, fingerprints=[sample])).status_code == status
+    number = wire.replicas_module(module, 1, 8) if is_sharded else module
+    assert put(small.url, batch(run, world_size=8, fingerprints=[fingerprint(number)])).status_code == status
 
 
 def test_a_run_refuses_sources_beyond_its_limit_and_known_ones_may_send(small: Collector, run: str) -> None:
