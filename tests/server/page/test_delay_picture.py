@@ -38,6 +38,15 @@ def test_a_rank_that_is_asked_for_is_drawn_without_a_delay() -> None:
     assert picture({1: 25}, count=8).shown["ranks"] == [1, 0, 2, 3, 4, 5, 6, 7]
 
 
+def test_the_rank_with_the_largest_delay_is_named_beyond_those_that_are_drawn() -> None:
+    drawn = picture({1500: 25}, count=2000, order="rank")
+    assert drawn.shown["ranks"] == list(range(1024))
+    assert drawn.summary == (
+        "2,000 of 2,000 ranks, steps 0 to 9. Rank 1500 delays the others most: 25 ms a step, late in 100 % of the "
+        "steps. The first 1,024 are drawn."
+    )
+
+
 def test_where_no_rank_is_late_nothing_is_drawn() -> None:
     balanced = picture({})
     assert balanced.plot is None

@@ -83,12 +83,12 @@ def ranks(
         return Picture(NAME, TITLE, summary, shown={"ranks": table.ranks.tolist()})
     scale_ms = _scale_ms(table)
     plot = _draw(table, scale_ms, theme)
-    worst = int(np.argmax(table.cost_ns))
-    delay = f"{duration(table.cost_ns[worst])} a step, late in {percent(table.late_share[worst])} of the steps."
-    if table.ranks[worst] in slow:
-        summary += f"Rank {table.ranks[worst]} delays the others most: {delay}"
+    worst = int(late[np.argmax(delays.cost_ns[late])])
+    delay = f"{duration(delays.cost_ns[worst])} a step, late in {percent(delays.late_share[worst])} of the steps."
+    if delays.ranks[worst] in slow:
+        summary += f"Rank {delays.ranks[worst]} delays the others most: {delay}"
     else:
-        summary += f"No finding is about a slow rank. The largest mean delay is rank {table.ranks[worst]}'s: {delay}"
+        summary += f"No finding is about a slow rank. The largest mean delay is rank {delays.ranks[worst]}'s: {delay}"
     if (longest_ms := float(table.delay_ns.max()) / 1e6) > 1.25 * scale_ms:
         summary += f" Longer delays than {scale_ms:.3g} ms have the same colour; the longest is {longest_ms:.3g} ms."
     if len(rows) == len(late) < matching:
