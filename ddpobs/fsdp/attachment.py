@@ -166,7 +166,7 @@ class FullyShardedAttachment:
     def _is_trained(self) -> bool:
         """Whether a forward has gradients; a reentrant checkpoint disables them within the root's forward."""
         state = self._state()
-        return torch.is_grad_enabled() or (self._trains and state is not None and not fully_shard.begins_forward(state))
+        return torch.is_grad_enabled() or (self._trains and state is not None and fully_shard.is_in_forward(state))
 
     def use(self, unit: Any, call: Callable[[], Any]) -> Any:
         """Stamp the wait for the unit's all-gather, if there is one."""

@@ -70,6 +70,11 @@ def begins_forward(state: Any) -> bool:
     return state._state_ctx.iter_forward_root is None
 
 
+def is_in_forward(state: Any) -> bool:
+    """Whether the outermost forward under way is this state's, and not that of a module in its model."""
+    return state._state_ctx.iter_forward_root is state
+
+
 def units_of(model: torch.nn.Module) -> list[Any]:
     """Return the units of a model and of its modules, in the order of their registration."""
     found: dict[int, Any] = {}

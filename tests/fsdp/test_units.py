@@ -108,6 +108,28 @@ def test_units_within_reentrant_checkpoints_are_gathered_in_a_training() -> None
         assert rank["comms"] == []
 
 
+def evaluated_in_part(rank: int, _size: int) -> dict[str, Any]:
+    """Use one block without gradients before each step."""
+
+    def evaluate(_: int) -> None:
+        with torch.no_grad():
+            model.blocks[0](torch.ones(1, 32))
+
+    with sending() as sent:
+        model = sharded()
+        ddpobs.attach(model, sent.config)
+        train_sharded(model, rank, 1)
+        train_sharded(model, rank, STEPS, evaluate)
+    micro_steps = [count for each in sent.batches if each.steps for count in each.steps.micro_steps.tolist()]
+    return {"spans": len(sent.spans("step")), "rows": len(sent.layouts[0].buckets), "micro_steps": micro_steps}
+
+
+def test_a_unit_that_is_evaluated_alone_is_no_training() -> None:
+    for rank in run_ranks(evaluated_in_part, 2):
+        assert rank["spans"] == (1 + STEPS) * rank["rows"]
+        assert set(rank["micro_steps"]) == {1}
+
+
 def test_an_all_gather_that_is_begun_early_is_not_waited_for() -> None:
     """This is what `prefetch-missing` advises where collectives block."""
     for rank in run_ranks(gathered_early, 2):
