@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.faults.launch import ranks_of
 from benchmarks.links import INTERFACE, LinkError, Links, address, links
-from benchmarks.paper import predictions, scaling
+from benchmarks.paper import half_bytes, predictions, scaling
 from benchmarks.paper.experiments import EXPERIMENTS, Experiment, Variant
 from benchmarks.paper.tables import CLAIMS_HEAD, claims, table
 from benchmarks.rig import patience
@@ -129,8 +129,9 @@ def main() -> None:
     except LinkError as error:
         sys.exit(f"benchmarks.paper: {error}")
     print(table(results) + "\n" + rows_of(CLAIMS_HEAD, claims(results)))
-    if options.experiment == "scaling":
-        print(scaling.predictions(results))
+    tables = {"scaling": scaling.predictions, "compression": half_bytes.table}
+    if (predicted := tables.get(options.experiment)) is not None:
+        print(predicted(results))
 
 
 if __name__ == "__main__":

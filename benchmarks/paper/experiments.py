@@ -14,6 +14,8 @@ LINES: dict[str, dict[str, Any]] = {
     "every 1, 100 Gbit/s": {"link_gbps": 100.0},
 }
 """The lines predicted over `RANKS`, each with its question. The paper's cluster has links of 100 Gbit/s."""
+LINKS_GBPS = (1.0, 10.0, 100.0)
+"""Links for which the gain of half the bytes is predicted."""
 _DEFAULT_CAPS = "1:25"
 """Of the first bucket and the others, in MB."""
 
@@ -178,8 +180,17 @@ EXPERIMENTS = {
     ),
     "compression": Experiment(
         "Latency of a step with half the bytes",
-        (Variant("float32"), Variant("float16", comm="fp16")),
+        (
+            Variant("float32"),
+            Variant("float16", comm="fp16"),
+            Variant("float32, 0.5 MB", cap_mb=0.5, predicts=True),  # Small buckets show the latency of the link.
+        ),
         (Claim("float16", 0.45, 0.55, "the tutorials: half the bytes take half the time"),),
+        smallest="uneven",
+        questions={
+            line: [change | {"link_gbps": gbps, "bucket_cap_mb": _DEFAULT_CAPS} for gbps in LINKS_GBPS]
+            for line, change in {"float32": {}, "float16": {"compression": "fp16"}}.items()
+        },
     ),
     "scaling": Experiment(
         "Latency of a batch by the number of ranks",

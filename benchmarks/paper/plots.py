@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.paper.experiments import EXPERIMENTS, Experiment, Variant
+from benchmarks.paper.experiments import EXPERIMENTS, FROM_25_MB, Experiment, Variant
 from benchmarks.paper.loss_plot import draw_losses
 from benchmarks.paper.operations import draw_operations
 from benchmarks.paper.predictions import together
@@ -87,8 +87,9 @@ def _boxes(axes: Axes, experiment: Experiment, titles: list[str], found: dict[st
 
 def _predictions(axes: Axes, experiment: Experiment, titles: list[str], found: dict[str, Launches]) -> None:
     """Draw what a variant with telemetry predicts of the others' bucket sizes beside their boxes."""
+    lines = [line for line in experiment.questions if line == FROM_25_MB]
     for variant in experiment.measured(found):
-        for line in experiment.questions if variant.predicts else ():
+        for line in lines if variant.predicts else ():
             caps_mb = [question["bucket_cap_mb"] for question in experiment.questions[line]]
             of_cap = dict(zip(caps_mb, together(found[variant.title], line), strict=True))
             others = [
