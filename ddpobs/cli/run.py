@@ -35,11 +35,11 @@ def run(
     the command does, with its exit status or by its signal. With DDPOBS_TELEMETRY=0 and no `--collector` the command
     runs without telemetry.
     """
-    config = settings(collector)
     if collector is None and os.environ.get("DDPOBS_TELEMETRY", "").strip() == "0":
-        if not config.quiet:
+        if os.environ.get("DDPOBS_QUIET", "").strip() != "1":  # Not by `settings`: a wrong one must not stop this.
             _say("no telemetry, because DDPOBS_TELEMETRY is 0")
         run_plain(command, _say)
+    config = settings(collector)
     start(config, command, checked(config, run=run_id).run or "" if run_id is not None else None)
 
 

@@ -75,6 +75,13 @@ def test_run_leaves_telemetry_out_if_the_environment_says_so_and_no_collector_is
     assert ("no telemetry, because DDPOBS_TELEMETRY is 0" in completed.stderr) is not bool(options)
 
 
+def test_run_without_telemetry_does_not_mind_a_wrong_setting() -> None:
+    off = ddpobs("run", "--", sys.executable, "-c", "print('ran')", DDPOBS_TELEMETRY="0", DDPOBS_FLUSH_S="soon")
+    assert (off.returncode, off.stdout) == (0, "ran\n"), off.stderr
+    on = ddpobs("run", "--", sys.executable, "-c", "print('ran')", DDPOBS_FLUSH_S="soon")
+    assert (on.returncode != 0, on.stdout) == (True, "")
+
+
 def test_report_prints_the_parts_of_a_finding_with_control_characters_escaped() -> None:
     finding = {
         "code": "straggler",
