@@ -25,7 +25,7 @@ from benchmarks import measured
 from benchmarks.paper.experiments import EXPERIMENTS
 from ddpobs import TelemetryConfig, cli, wire
 from ddpobs.recording.error_text import describe
-from scripts.docs_site import command_reference
+from scripts.docs_site import ALERTS, alert_reference, command_reference
 from tests.support.longest_files import FIRST
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,12 +168,26 @@ def commands_of(program: typer.Typer) -> dict[str, Any]:
     return commands
 
 
-def test_the_operators_guide_has_every_setting_command_and_alert_of_the_collector() -> None:
-    rules = yaml.safe_load((ROOT / "dashboards" / "prometheus" / "alerts.yml").read_text())["groups"]
+def test_the_operators_guide_has_every_setting_and_command_of_the_collector() -> None:
     required = [rf"`DDPOBS_SERVER_{name.upper()}`" for name in Settings.model_fields]
-    required += [f"`{rule['alert']}`" for group in rules for rule in group["rules"]]
     required += [f"ddpobs-server {command}" for command in commands_of(server_cli) if command != "serve"]
     assert [pattern for pattern in required if not re.search(pattern, OPERATIONS)] == []
+
+
+def test_the_reference_has_each_alert_with_its_texts_and_without_the_marks_of_templates() -> None:
+    rules = yaml.safe_load(ALERTS.read_text())["groups"]
+    alerts = {rule["alert"]: rule for group in rules for rule in group["rules"]}
+    parts = dict(part.split("\n", 1) for part in re.split(r"^### ", alert_reference(), flags=re.MULTILINE)[1:])
+    assert parts.keys() == alerts.keys()
+    for name, part in parts.items():
+        text, _, expression = part.partition("```text\n")
+        assert f"**{alerts[name]['labels']['severity']}**" in text
+        assert expression.startswith(alerts[name]["expr"])
+        assert not re.search(r"[{}$|]|: *$", text, re.MULTILINE), text
+        if "do: {{ $labels.remedy }}" in alerts[name]["annotations"]["description"]:
+            assert "do: REMEDY" in text
+    assert "rank RANKS is slow in PHASE" in parts["DdpobsStraggler"]
+    assert "VALUE batches a second" in parts["DdpobsQueueFull"]
 
 
 def test_the_terminal_page_has_every_command_and_the_reference_each_of_its_options() -> None:

@@ -146,7 +146,7 @@ def test_a_training_with_ddpobs_ends_as_without(url: str, launches: Launches, ce
 
 
 def test_the_document_has_the_matrix() -> None:
-    assert table() in (ROOT / "docs" / "enabling.md").read_text(), table()
+    assert table() in (ROOT / "docs" / "reference" / "combinations.md").read_text(), table()
 
 
 def test_each_row_but_further_ones_and_each_way_is_always_tested() -> None:

@@ -1,4 +1,4 @@
-"""The matrix of `docs/enabling.md`: each framework or door by each way to start it, as commands or the reason why not.
+"""The matrix of `docs/reference/combinations.md`: each framework or door by each way to start it, as commands or the reason why not.
 
 `python -m tests.support.integration.matrix` prints the table of the document.
 """
