@@ -1,4 +1,6 @@
-"""The matrix of `docs/reference/combinations.md`: each framework or door by each way to start it, as commands or the reason why not.
+"""The matrix of `docs/reference/combinations.md`: each framework or door by each way to start it.
+
+A cell is a command, or the reason why there is none.
 
 `python -m tests.support.integration.matrix` prints the table of the document.
 """
