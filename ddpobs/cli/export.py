@@ -56,9 +56,11 @@ def export(
 
 def _facts(config: TelemetryConfig, run: str, summary: dict[str, Any]) -> bytes:
     """What `ddpobs import` needs beside the columns."""
-    ranks, layouts = (ask(config, f"/runs/{run}/{path}").document for path in ("ranks", "layout"))
     facts = {"world_size": summary["world_size"], "began_ns": summary["created_ns"]}
-    facts |= {"ranks": ranks["ranks"], "layouts": layouts["layouts"]}
+    for path, name in (("ranks", "ranks"), ("layout", "layouts"), ("pipeline", "pipeline")):
+        facts[name] = ask(config, f"/runs/{run}/{path}").document[name]
+    hello = summary["hello"] or {"settings": {}}
+    facts["not_compared"] = hello["settings"].get("not_compared", "")
     return msgspec.json.encode(msgspec.convert(facts, ExportedFacts))
 
 

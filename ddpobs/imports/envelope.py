@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import ddpobs
 from ddpobs import wire
 from ddpobs.wire.endings import IMPORTED
+from ddpobs.wire.facts import PipelineFacts
 
 _UNKNOWN = "unknown"
 
@@ -38,6 +39,11 @@ def hello(
         versions={"ddpobs": ddpobs.__version__},
         settings={IMPORTED: file_format, "file": file, **(settings or {})},
     )
+
+
+def pipeline(facts: PipelineFacts) -> wire.Event:
+    """Return what a rank reports of its schedule."""
+    return wire.Event(kind="pipeline", at_ns=0, detail={name: getattr(facts, name) for name in facts.__struct_fields__})
 
 
 def first_batch(

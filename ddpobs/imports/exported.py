@@ -11,11 +11,12 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs.errors import TraceFileError
-from ddpobs.imports import parquet
+from ddpobs.imports import envelope, parquet
 from ddpobs.imports.rank_trace import RankTrace
 from ddpobs.imports.replay import Replayed
 from ddpobs.steps.summary import Summary
 from ddpobs.wire.columns import Columns
+from ddpobs.wire.facts import PipelineFacts
 
 METADATA = b"ddpobs"
 """Key of a file's metadata with `ExportedFacts` as JSON."""
@@ -24,21 +25,50 @@ _KEYS = ["run", "attempt", "rank"]
 
 
 class ExportedRank(msgspec.Struct, frozen=True):
-    """A rank of an exported run."""
+    """A rank of an exported run; `group_ranks` and `group_first` as in `ddpobs.wire.facts.SettingFacts`."""
 
     rank: int
     host: str | None = None
     device: str | None = None
     backend: str | None = None
+    group_ranks: int | None = None
+    group_first: int | None = None
+
+
+class ExportedStage(msgspec.Struct, frozen=True):
+    """Ranks that hold the same stages of a pipeline."""
+
+    stages: list[int]
+    ranks: list[int]
+
+
+class ExportedPipeline(msgspec.Struct, frozen=True):
+    """The schedule of an exported run."""
+
+    schedule: str
+    stages: int
+    micro_batches: int
+    by_rank: list[ExportedStage]
 
 
 class ExportedFacts(msgspec.Struct, frozen=True):
-    """What the columns of an exported run do not have; `began_ns` is Unix time."""
+    """What the columns of an exported run do not have.
+
+    Attributes:
+        world_size: Number of ranks.
+        began_ns: Unix time of its begin.
+        ranks: Its ranks.
+        layouts: Layouts of its buckets.
+        pipeline: Its pipeline; None without one.
+        not_compared: Why its ranks are not compared; empty if they are.
+    """
 
     world_size: int = 0
     began_ns: int = 0
     ranks: list[ExportedRank] = []
     layouts: list[wire.Layout] = []
+    pipeline: ExportedPipeline | None = None
+    not_compared: str = ""
 
 
 def is_export(path: Path) -> bool:
@@ -70,9 +100,10 @@ def read(files: Sequence[Path]) -> tuple[list[RankTrace], list[Replayed]]:
             raise TraceFileError(table.path, "one attempt of one run", "several")
     facts = _facts(steps)
     ranks = np.unique(steps.columns["rank"]).tolist()
+    layouts = facts.layouts if spans is not None else []
     return (
         [_trace(rank, facts, steps) for rank in ranks],
-        [Replayed(_summary(rank, steps, spans), facts.layouts if spans is not None else []) for rank in ranks],
+        [Replayed(_summary(rank, steps, spans), layouts, _group(rank, facts)) for rank in ranks],
     )
 
 
@@ -83,8 +114,22 @@ def _facts(table: parquet.Table) -> ExportedFacts:
         raise TraceFileError(table.path, "metadata as `ddpobs export` writes them", error) from None
 
 
+def _rank(rank: int, facts: ExportedFacts) -> ExportedRank:
+    return next((one for one in facts.ranks if one.rank == rank), ExportedRank(rank))
+
+
+def _group(rank: int, facts: ExportedFacts) -> tuple[int, ...] | None:
+    """The ranks that reduce gradients together; none if they are all ranks, and None if they are not known."""
+    known = _rank(rank, facts)
+    if not facts.not_compared and (known.group_ranks or facts.world_size) >= facts.world_size:
+        return ()
+    if facts.not_compared or known.group_first is None:
+        return None
+    return tuple(sorted(one.rank for one in facts.ranks if one.group_first == known.group_first))
+
+
 def _trace(rank: int, facts: ExportedFacts, steps: parquet.Table) -> RankTrace:
-    known = next((one for one in facts.ranks if one.rank == rank), ExportedRank(rank))
+    known = _rank(rank, facts)
     first_ns = int(steps.columns["start_ns"][steps.columns["rank"] == rank].min())
     return RankTrace(
         source=steps.path.name,
@@ -94,7 +139,26 @@ def _trace(rank: int, facts: ExportedFacts, steps: parquet.Table) -> RankTrace:
         backend=known.backend or "",
         device=known.device or "",
         wall_ns=max(0, facts.began_ns - first_ns),
+        events=_stages(rank, facts.pipeline),
     )
+
+
+def _stages(rank: int, pipeline: ExportedPipeline | None) -> list[wire.Event]:
+    """What the rank reported of its pipeline."""
+    if pipeline is None:
+        return []
+    return [
+        envelope.pipeline(
+            PipelineFacts(
+                schedule=pipeline.schedule,
+                stages=pipeline.stages,
+                held=",".join(map(str, stage.stages)),
+                micro_batches=pipeline.micro_batches,
+            )
+        )
+        for stage in pipeline.by_rank
+        if rank in stage.ranks
+    ]
 
 
 def _summary(rank: int, steps: parquet.Table, spans: parquet.Table | None) -> Summary:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs.errors import TraceFileError
-from ddpobs.imports import parquet
+from ddpobs.imports import envelope, parquet
 from ddpobs.imports.rank_trace import Call, CallKind, Collective, RankTrace, union
 from ddpobs.wire.facts import PipelineFacts
 
@@ -103,11 +103,12 @@ def _last_backward(calls: list[Call]) -> int | None:
 
 
 def _pipeline(columns: dict[str, Any], rows: wire.Ints, stage: int, first: int) -> wire.Event:
-    facts = PipelineFacts(
-        schedule="Megatron",
-        stages=int(columns["stage"].max()) + 1,
-        held=str(stage),
-        micro_batches=max(0, int(columns["mb_id"][rows].max()) + 1) if "mb_id" in columns else 0,
-        first_rank=first,
+    return envelope.pipeline(
+        PipelineFacts(
+            schedule="Megatron",
+            stages=int(columns["stage"].max()) + 1,
+            held=str(stage),
+            micro_batches=max(0, int(columns["mb_id"][rows].max()) + 1) if "mb_id" in columns else 0,
+            first_rank=first,
+        )
     )
-    return wire.Event(kind="pipeline", at_ns=0, detail={name: getattr(facts, name) for name in facts.__struct_fields__})

@@ -15,7 +15,7 @@ from benchmarks.rig.training import ROOT
 from ddpobs import wire
 from ddpobs.cli import main
 from ddpobs.imports import exported, parquet
-from tests.support.server.batches import batch, put, spans, steps
+from tests.support.server.batches import MS, batch, get, put, spans, steps
 
 RUN = "-1.e9_--rows"
 """Looks like an option and like a number."""
@@ -72,3 +72,45 @@ def test_the_query_of_the_examples_finds_the_slow_host_of_several_runs(
         assert (runs, hours) == (2, pytest.approx(2 * count * 0.1 / 3600))
         assert late == pytest.approx(expected.pop(host))
     assert expected == {}
+
+
+OF_ALL, OF_TWO = {"group_ranks": 4}, {"group_ranks": 2}
+
+
+@pytest.mark.parametrize(
+    ("groups", "pipeline", "own_ms", "slow"),
+    [
+        ([OF_TWO | {"group_first": rank % 2} for rank in range(4)], False, [60, 90, 60, 90], []),
+        ([OF_TWO | {"group_first": rank // 2 * 2} for rank in range(4)], True, [60, 60, 90, 90], []),
+        ([OF_ALL] * 4, False, [60, 60, 60, 90], [[3]]),
+        ([OF_TWO] * 4, False, [60, 60, 60, 90], []),
+    ],
+    ids=["sharded", "pipeline", "world", "not known"],
+)
+def test_an_import_compares_the_ranks_that_the_exported_run_compares(
+    tmp_path: Path, groups: list[dict[str, wire.Scalar]], pipeline: bool, own_ms: list[int], slow: list[list[int]]
+) -> None:
+    file, said = tmp_path / "steps.parquet", {}
+    with collector(tmp_path) as running:
+        for rank, settings in enumerate(groups):
+            hello = wire.Hello(host="node", pid=7, device="cpu", backend="gloo", versions={}, settings=settings)
+            own = {"own_ns": own_ms[rank] * MS, "own_backward_ns": (own_ms[rank] - 50) * MS}
+            held: dict[str, wire.Scalar] = {"stages": 2, "held": str(rank // 2), "micro_batches": 4}
+            events = [wire.Event(kind="pipeline", at_ns=0, detail=held | {"schedule": "ScheduleGPipe"})] * pipeline
+            sent = batch("live", rank=rank, hello=hello, world_size=4, steps=steps(0, 60, **own), events=events)
+            assert put(running.url, sent).is_success
+        for command in (["export", "live", "-o", str(file)], ["import", str(file), "--run", "again"]):
+            done = CliRunner().invoke(main, [*command, "--collector", running.url])
+            assert done.exit_code == 0, done.output
+        for run in ("live", "again"):
+            ranks = get(running.url, f"/runs/{run}/ranks")["ranks"]
+            findings = get(running.url, f"/runs/{run}/diagnostics")["findings"]
+            said[run] = (
+                [finding["ranks"] for finding in findings if finding["code"] == "straggler"],
+                [(one["group_ranks"], one["group_first"]) for one in ranks],
+                get(running.url, f"/runs/{run}/pipeline")["pipeline"],
+            )
+    assert said["live"][0] == said["again"][0] == slow
+    assert said["again"][2] == said["live"][2]
+    if "group_first" in groups[0]:
+        assert said["again"][1] == said["live"][1] == [tuple(group.values()) for group in groups]

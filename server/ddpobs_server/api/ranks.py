@@ -9,6 +9,7 @@ from fastapi import APIRouter, Response
 from typing_extensions import TypedDict
 
 from ddpobs import wire
+from ddpobs.wire.facts import SettingFacts, read_facts
 from ddpobs.wire.states import RankState
 from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
 from ddpobs_server.api.deps import AttemptDep, RunDep, SettingsDep, StoreDep
@@ -139,6 +140,10 @@ class RankFields(TypedDict):
     own_ns: Annotated[
         int | None, doc("Time of a step without waits for other ranks, in nanoseconds; null until it is known.")
     ]
+    group_ranks: Annotated[int | None, doc("Number of ranks that reduce gradients together; null until it is known.")]
+    group_first: Annotated[
+        int | None, doc("Lowest of these ranks, if they are a part of the world and known; else null.")
+    ]
     pulse: Annotated[Pulse | None, doc("Last pulse (heartbeat); null before the first.")]
     stuck_pulse: Annotated[
         Pulse | None,
@@ -171,12 +176,15 @@ def get_ranks(run: RunDep, attempt: AttemptDep, store: StoreDep, settings: Setti
 
 
 def _rank_json(source: Source, rollup: Rollup | None, settings: Settings) -> Rank:
+    own_settings = read_facts(source.hello.settings if source.hello else {}, SettingFacts)
     computed: RankFields = {
         "state": state_of_rank(source, settings, time.time_ns()),
         "steps": rollup.steps if rollup else 0,
         "clock_ahead_ns": source.anchor.wall_ns - source.last_seen_ns,
         "phases_ns": {phase: total // rollup.steps for phase, total in rollup.phases_ns.items()} if rollup else None,
         "own_ns": rollup.own_ns // rollup.own_steps if rollup and rollup.own_steps else None,
+        "group_ranks": own_settings.group_ranks,
+        "group_first": own_settings.group_first,
         "pulse": _pulse_json(source.pulse),
         "stuck_pulse": _pulse_json(source.stuck_pulse),
     }
