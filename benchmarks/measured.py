@@ -29,7 +29,7 @@ from benchmarks.whatif import __main__ as whatif
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = tuple(ROOT / "docs" / name for name in ("measurements.md", "paper.md", "whatif.md", "ddp.md"))
+PAGES = tuple(ROOT / "docs" / name for name in ("measurements.md", "paper.md", "whatif.md", "auto-buckets.md"))
 _MARK = re.compile(r"<!-- table: ([\w-]+) -->\n(?:.+\n)*")
 
 
