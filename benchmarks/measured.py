@@ -21,7 +21,7 @@ from benchmarks.broken import FAULTS
 from benchmarks.diagnosis.tables import table as diagnosis_table
 from benchmarks.models import MODELS
 from benchmarks.pairs import Ratio, ratio
-from benchmarks.paper import half_bytes, losses, operations, order, readiness, scaling
+from benchmarks.paper import losses, operations, order, readiness, scaling
 from benchmarks.paper.experiments import EXPERIMENTS
 from benchmarks.paper.tables import CLAIMS_HEAD, claims
 from benchmarks.tables import change, compare, rows_of
@@ -313,7 +313,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "diagnosis-alarms": lambda: _diagnosis(2),
     "paper-claims": _claims,
     "paper-predictions": lambda: _without_sizes(_paper("scaling", scaling.predictions)),
-    "paper-half-bytes": lambda: _without_sizes(_paper("compression", half_bytes.table)),
     "paper-operations": partial(_paper, "operations", operations.table),
     "paper-readiness": partial(_paper, "readiness", readiness.table),
     "paper-servers": partial(_paper, "servers", communication.traffic),

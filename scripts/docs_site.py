@@ -29,6 +29,7 @@ from prometheus_client import generate_latest
 from typer.main import get_command
 
 from ddpobs.cli import main as commands
+from tests.support.integration.matrix import table as combinations
 
 ALERTS = Path(__file__).resolve().parents[1] / "dashboards" / "prometheus" / "alerts.yml"
 OUTSIDE = re.compile(
@@ -39,7 +40,7 @@ OUTSIDE = re.compile(
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in the generated parts; replace a link to a file outside of the site by its text."""
-    for mark, generate in _GENERATED.items():
+    for mark, generate in GENERATED.items():
         if mark in markdown.splitlines():
             markdown = markdown.replace(mark, generate())
     return OUTSIDE.sub(r"\1", markdown)
@@ -209,8 +210,9 @@ def _plain(template: str) -> str:
     return re.sub(r"\{\{.*?\}\}", "", text).replace("\n", "  \n").replace("<", "&lt;")
 
 
-_GENERATED = {
+GENERATED = {
     "[alerts]": alert_reference,
+    "[combinations]": combinations,
     "[commands]": command_reference,
     "[fields]": field_reference,
     "[evidence]": evidence_reference,

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _BASE, _ALONE, _LAST = "2 ranks, 0.5 MB", "1 rank", "4 ranks"
+_SHOWN = [line for line in LINES if line not in ("every 2", "every 4")]
+"""Rows of the table; the plot has all lines."""
 _NEAR, _DOUBLE = 1.2, 2.0
 """What we take for near-linear, and section 5.3's step on 256 GPUs, as multiples of a step of one rank."""
 _STYLES = (("-", "o"), ("--", "s"), ("-.", "^"), (":", "D"), ((0, (1, 4)), "X"))
@@ -27,7 +29,7 @@ def predictions(results: dict[str, Any]) -> str:
     rows = []
     for setting, found in results["settings"].items():
         alone_s = _median_s(found, _ALONE)
-        for line in LINES:
+        for line in _SHOWN:
             title = _LAST if line == "every 1" else f"{_LAST}, {line}"
             measured = f"{_median_s(found, title) / alone_s:.2f}" if title in found else ""
             lines = together(found[_BASE], line) / alone_s

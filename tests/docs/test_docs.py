@@ -25,7 +25,7 @@ from benchmarks import measured
 from benchmarks.paper.experiments import EXPERIMENTS
 from ddpobs import TelemetryConfig, cli, wire
 from ddpobs.recording.error_text import describe
-from scripts.docs_site import ALERTS, alert_reference, command_reference
+from scripts.docs_site import ALERTS, GENERATED, alert_reference, command_reference
 from tests.support.longest_files import FIRST
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,6 +172,11 @@ def test_the_operators_guide_has_every_setting_and_command_of_the_collector() ->
     required = [rf"`DDPOBS_SERVER_{name.upper()}`" for name in Settings.model_fields]
     required += [f"ddpobs-server {command}" for command in commands_of(server_cli) if command != "serve"]
     assert [pattern for pattern in required if not re.search(pattern, OPERATIONS)] == []
+
+
+def test_each_generated_part_has_its_place_in_a_page() -> None:
+    marks = [line for page in ROOT.glob("docs/**/*.md") for line in page.read_text().splitlines() if line[:1] == "["]
+    assert sorted(mark for mark in marks if mark.endswith("]")) == sorted(GENERATED)
 
 
 def test_the_reference_has_each_alert_with_its_texts_and_without_the_marks_of_templates() -> None:

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.rig.training import ROOT
 from ddpobs import wire
-from tests.support.integration.matrix import ALWAYS, CELLS, FURTHER, RECORDED, TABLE, WAYS, Command, table
+from tests.support.integration.matrix import ALWAYS, CELLS, FURTHER, RECORDED, TABLE, WAYS, Command
 from tests.support.integration.matrix_launch import foreign_lines, output_of, start
 from tests.support.integration.slow_ranks import get
 
@@ -143,10 +142,6 @@ def test_a_training_with_ddpobs_ends_as_without(url: str, launches: Launches, ce
     if CELLS[cell].observed:
         summary = get(url, name_of(cell))
         assert (summary["state"], summary["ranks"], summary["dropped"]) == ("finished", 2, 0)
-
-
-def test_the_document_has_the_matrix() -> None:
-    assert table() in (ROOT / "docs" / "reference" / "combinations.md").read_text(), table()
 
 
 def test_each_row_but_further_ones_and_each_way_is_always_tested() -> None:

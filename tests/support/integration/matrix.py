@@ -2,7 +2,7 @@
 
 A cell is a command, or the reason why there is none.
 
-`python -m tests.support.integration.matrix` prints the table of the document.
+The site fills in the table of the document.
 """
 
 from __future__ import annotations
@@ -258,7 +258,3 @@ def table() -> str:
     head = ["training", "under `ddpobs run`", "without it"]
     rows = [head, ["---"] * 3, *([", ".join(same), *cells] for cells, same in names.items())]
     return "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
-
-
-if __name__ == "__main__":
-    print(table())  # noqa: T201
