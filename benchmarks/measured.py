@@ -129,7 +129,6 @@ _READS = {
     "reads": {
         "large: diagnostics, first ask": "diagnosis of 10 million spans",
         "wide: diagnostics, first ask": "diagnosis of 1,024 ranks, 82 million spans",
-        "wide: a step's spans": "a step's spans of 1,024 ranks",
     },
     "scrapes": {
         "wide: one rank sent": "`/metrics` with a run of 1,024 ranks",
@@ -199,6 +198,8 @@ def _figures(benchmark: str, names: dict[str, str]) -> Callable[[], str]:
 
 
 _PLAIN = "plain all-reduce"
+_LEFT_OUT = ("round-robin, 5 groups", "top-k, 10 %", "PowerSGD, rank 1", "cap 1", "cap 5", "cap 50")
+"""Variants that lie between those of the table."""
 
 
 def _strategies() -> str:
@@ -206,7 +207,7 @@ def _strategies() -> str:
     plain = [speed["seconds"][_PLAIN]]
     rows = []
     for name in dict.fromkeys([*speed["seconds"], *learned]):
-        if name == _PLAIN or name.startswith("torch"):
+        if name in (_PLAIN, *_LEFT_OUT) or name.startswith("torch"):
             continue
         cells = [re.sub("^cap (.+)", r"`bucket_cap_mb`: \1", name), "", "", "", ""]
         if name in speed["seconds"]:
@@ -254,18 +255,14 @@ def _soak() -> str:
 
 
 def _soak_column(found: dict[str, Any]) -> dict[str, str]:
-    more = "% more latency of a neighbour"
-    kinds = {
-        "beside": "beside that load, than alone",
-        "beside over elsewhere": "beside it, than beside it on another collector",
-        "alone once more": "alone once more (the noise)",
-    }
     return {
         "lost, stored twice": f"{found['lost_spans']}, {found['doubled_spans']}",
         "faults": f"{sum(found['faults'].values())}",
         "peak of the memory, MB": f"{found['peak_mb']:.0f}",
         "median latency of a batch, 99th percentile, ms": f"{found['p50_ms']:.0f}, {found['p99_ms']:.0f}",
-        **{f"{more}: {text}": change(Ratio(**found["neighbour"][kind])) for kind, text in kinds.items()},
+        "neighbour's latency over that beside the load on another collector, %": change(
+            Ratio(**found["neighbour"]["beside over elsewhere"])
+        ),
     }
 
 
@@ -283,7 +280,8 @@ def _claims() -> str:
         for name, each in rows.items()
         for row in each
     ]
-    return _without_sizes(rows_of([CLAIMS_HEAD[0], "NAME", *CLAIMS_HEAD[1:]], cells))
+    judged = [row for row in cells if row[-1]]
+    return _without_sizes(rows_of([CLAIMS_HEAD[0], "NAME", *CLAIMS_HEAD[1:]], judged))
 
 
 def _without_sizes(table: str) -> str:

@@ -258,7 +258,7 @@ def test_the_list_of_a_batchs_content_has_the_source_lines_that_a_traceback_send
         by_default, without = (describe(error, texts) for texts in (TelemetryConfig().traceback, False))
     assert "raise ValueError" in str(by_default["traceback"])
     assert set(without) == {"error"}
-    content = " ".join(OPERATIONS.partition("**Content of a batch.**")[2].partition("\n\n")[0].split())
+    content = " ".join(OPERATIONS.partition("## What a batch contains")[2].partition("\n## ")[0].split())
     assert "lines of source code" in content
     assert "last lines of a failed command's stderr" in content
     assert "`DDPOBS_TRACEBACK=0`" in content
