@@ -21,7 +21,7 @@ from benchmarks.broken import FAULTS
 from benchmarks.diagnosis.tables import table as diagnosis_table
 from benchmarks.models import MODELS
 from benchmarks.pairs import Ratio, ratio
-from benchmarks.paper import losses, operations, order, readiness, scaling
+from benchmarks.paper import losses, operations, order, scaling
 from benchmarks.paper.experiments import EXPERIMENTS
 from benchmarks.paper.tables import CLAIMS_HEAD, claims
 from benchmarks.tables import change, compare, rows_of
@@ -127,7 +127,6 @@ def _grown(row: dict[str, Any]) -> list[str]:
 
 _READS = {
     "reads": {
-        "large: diagnostics, first ask": "diagnosis of 10 million spans",
         "wide: diagnostics, first ask": "diagnosis of 1,024 ranks, 82 million spans",
     },
     "scrapes": {
@@ -312,7 +311,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "paper-claims": _claims,
     "paper-predictions": lambda: _without_sizes(_paper("scaling", scaling.predictions)),
     "paper-operations": partial(_paper, "operations", operations.table),
-    "paper-readiness": partial(_paper, "readiness", readiness.table),
     "paper-servers": partial(_paper, "servers", communication.traffic),
     "paper-order": lambda: order.table(newest("paper/order")["found"]),
 }

@@ -33,17 +33,17 @@ from tests.support.integration.matrix import table as combinations
 
 ALERTS = Path(__file__).resolve().parents[1] / "dashboards" / "prometheus" / "alerts.yml"
 OUTSIDE = re.compile(
-    r"\[((?:[^\[\]]|\[[^\]]*\])+)\]\((?:\.\./)+(?:benchmarks|ddpobs|server|tests|examples|deploy|README|CONTRIBUTING)[^)]*\)"
+    r"\[((?:[^\[\]]|\[[^\]]*\])+)\]\((?:\.\./)+((?:benchmarks|ddpobs|server|tests|examples|deploy|README|CONTRIBUTING)[^)]*)\)"
 )
 """A link to a file of the repository that is not part of the site."""
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fill in the generated parts; replace a link to a file outside of the site by its text."""
+    """Fill in the generated parts; replace a link to a file outside of the site by its text and the file's path."""
     for mark, generate in GENERATED.items():
         if mark in markdown.splitlines():
             markdown = markdown.replace(mark, generate())
-    return OUTSIDE.sub(r"\1", markdown)
+    return OUTSIDE.sub(r"\1, `\2`", markdown)
 
 
 def command_reference() -> str:
