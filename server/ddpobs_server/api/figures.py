@@ -158,9 +158,9 @@ def get_report(
     if attempt == run.attempt:
         facts["state"] = state_of_run(run, settings, time.time_ns())
     if sources:
-        ended = [source.last_step + 1 for source in sources if source.last_step_seen_ns]
-        facts["steps"] = f"{max(ended, default=0):,}"
-        facts |= _times(sources, next((one for one in outcomes if one.attempt == attempt), None))
+        outcome = next((one for one in outcomes if one.attempt == attempt), None)
+        facts["steps"] = f"{outcome.steps if outcome else 0:,}"
+        facts |= _times(sources, outcome)
     known = (
         {} if hello is None else {"backend": hello.backend, "device": hello.device, **hello.versions, **hello.settings}
     )

@@ -65,6 +65,7 @@ def attempt_outcomes(store: Store, run: Run, state: RunState, hang: str) -> list
     for attempt, rank, event in store.end_events(run.run):
         events[attempt].append((rank, event))
     result, begins, recorded = [], store.attempt_begins(run.run), store.recorded_ends(run.run)
+    held = store.imported_steps([run.run]) if recorded else {}
     for summary in store.attempt_summaries(run.run):
         ends = ends_of(events[summary.attempt])
         outcome = _outcome(summary, state if summary.attempt == run.attempt else None)
@@ -81,7 +82,7 @@ def attempt_outcomes(store: Store, run: Run, state: RunState, hang: str) -> list
                 ended_ns=ended_ns,
                 world_size=summary.world_size,
                 ranks=summary.ranks,
-                steps=summary.steps,
+                steps=held.get((run.run, summary.attempt), summary.steps),
             )
         )
     return result

@@ -306,6 +306,7 @@ class Store:
     attempt_summaries = _reads(attempt_queries.attempt_summaries)
     attempt_begins = _reads(attempt_queries.attempt_begins)
     recorded_ends = _reads(attempt_queries.recorded_ends)
+    imported_steps = _reads(attempt_queries.imported_steps)
     end_events = _reads(attempt_queries.end_events)
     sources = _reads(attempt_queries.sources)
     sources_of_attempts = _reads(attempt_queries.sources_of_attempts)

@@ -121,7 +121,9 @@ def test_an_imported_run_has_all_steps_of_its_file(
         store.ingest([Arrival(wire.decode(body), hashlib.sha256(body).digest(), len(body), time.time_ns())])
     run = store.run("run")
     assert run is not None
-    assert Reports(store).diagnostics("run", run.attempt)["steps_seen"] == 3000
+    reports = Reports(store)
+    (attempt,) = reports.attempts(run)
+    assert run.steps == attempt.steps == reports.diagnostics("run", run.attempt)["steps_seen"] == 3000
 
 
 @pytest.mark.parametrize("file_format", FORMATS)

@@ -72,6 +72,21 @@ def recorded_ends(connection: Connection, run: str) -> dict[str, int]:
     return {attempt: int(wall_ns) for attempt, wall_ns in connection.execute(query)}
 
 
+def imported_steps(connection: Connection, runs: Sequence[str]) -> dict[tuple[str, str], int]:
+    """Number of steps that the files of each imported attempt hold, by (run, attempt): they may begin in mid-training."""
+    s, t = schema.sources.c, schema.rollups.c
+    query = (
+        select(s.run_id, s.attempt, func.sum(t.steps))
+        .join(schema.rollups, (t.run_id == s.run_id) & (t.source == s.source))
+        .where(s.run_id.in_(runs), t.run_id.in_(runs), s.ended == IMPORTED)
+        .group_by(s.run_id, s.attempt, s.source)
+    )
+    held: dict[tuple[str, str], int] = {}
+    for run, attempt, steps in connection.execute(query):
+        held[run, attempt] = max(held.get((run, attempt), 0), int(steps))
+    return held
+
+
 def process_began_ns(wall_ns: int, monotonic_ns: int, account: bytes | str) -> int:
     """Start of a process on its wall clock, as Unix time in ns, from its anchor and its encoded account."""
     decoded = _decode_account(account)

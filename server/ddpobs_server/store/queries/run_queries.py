@@ -1,4 +1,4 @@
-"""Runs of a workspace, and counts of runs and sources. Each read is a single statement, however many runs there are."""
+"""Runs of a workspace, and counts of runs and sources. The statements do not grow with the runs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ddpobs.shared.silence import PULSE_SILENCE_NS
 from ddpobs.wire.endings import IMPORTED
 from ddpobs_server.store import endings, schema
 from ddpobs_server.store.database.sql import execute_built, float_sum
+from ddpobs_server.store.queries.attempt_queries import imported_steps
 from ddpobs_server.store.queries.run_labels import decoded_tags, folded
 from ddpobs_server.store.rows import Run, RunVersion, WantedRuns
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
@@ -45,7 +46,10 @@ def where(
 
     If `only` names the only run, a cluster reads a single node.
     """
-    return _runs(connection.execute(_query(conditions, limit, only)))
+    found = _runs(connection.execute(_query(conditions, limit, only)))
+    imported = [run.run for run in found if run.imported]
+    held = imported_steps(connection, imported) if imported else {}
+    return [replace(run, steps=held.get((run.run, run.attempt), run.steps)) for run in found]
 
 
 def active_runs(connection: Connection, workspace: str, since_ns: int, until_ns: int) -> list[Run]:
