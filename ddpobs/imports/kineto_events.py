@@ -111,6 +111,8 @@ class Kernels:
 class KinetoEvents:
     """The events of one file that matter, as they are added. Times are in nanoseconds.
 
+    A call that ends before it began is left out.
+
     Attributes:
         steps: Number and begin of each step.
         calls: Calls of the training thread, without backward.
@@ -157,6 +159,8 @@ class KinetoEvents:
 
     def _annotations(self, events: Sequence[Annotation | Operator]) -> None:
         for event in events:
+            if event.dur < 0:
+                continue
             if event.name.startswith(_UNITS):
                 self._unit(event)
             self._annotation(event.name, *times_ns(event))
@@ -190,7 +194,7 @@ class KinetoEvents:
             elif event.name.startswith(_OTHERS):
                 others.append(event)
         self.on_host.extend(computed)
-        self.engine.extend([event for event in others if event.name.startswith(_ENGINE)])
+        self.engine.extend([event for event in others if event.name.startswith(_ENGINE) and event.dur >= 0])
         for event in [event for event in others if not event.name.startswith(_ENGINE)]:
             if not event.name.startswith(_LAUNCH):
                 self._annotations([event])

@@ -170,6 +170,13 @@ def test_the_benchmark_counts_the_events_of_both_readers(tmp_path: Path) -> None
     assert re.search(r"\| t\.json \| 21 \| [\d,]+ \| [\d,]+ \| \d+\.\d \|", output)
 
 
+def test_a_trace_whose_calls_end_before_they_begin_has_no_training(tmp_path: Path) -> None:
+    path = trace(tmp_path)
+    path.write_text(path.read_text().replace('"dur": ', '"dur": -'))
+    with pytest.raises(TraceFileError, match="at least one backward, got 0 calls"):
+        kineto.read(path)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_times_in_disorder_make_a_valid_run_or_an_error(tmp_path: Path, seed: int) -> None:
     path, random = trace(tmp_path), np.random.default_rng(seed)
