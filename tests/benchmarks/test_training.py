@@ -81,6 +81,14 @@ def test_whatif_predicts_each_setting_from_one_and_measures_it(tmp_path: Path) -
     assert "\n| all | " in output
 
 
+def test_advice_about_units_is_followed(tmp_path: Path) -> None:
+    need("tc", "iproute2")
+    output = run("unit_advice", "--json", str(tmp_path / "results.json"))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [len(rows) for rows in results.values()] == [1, 1]
+    assert "\n| units merged | " in output
+
+
 def test_dropped_layers_are_compared_with_a_search_for_unused_parameters() -> None:
     output = run("dropping")
     assert (
