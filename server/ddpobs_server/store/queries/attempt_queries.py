@@ -73,7 +73,7 @@ def recorded_ends(connection: Connection, run: str) -> dict[str, int]:
 
 
 def imported_steps(connection: Connection, runs: Sequence[str]) -> dict[tuple[str, str], int]:
-    """Number of steps that the files of each imported attempt hold, by (run, attempt): they may begin in mid-training."""
+    """Steps that the files of each imported attempt hold, by (run, attempt): they may begin in mid-training."""
     s, t = schema.sources.c, schema.rollups.c
     query = (
         select(s.run_id, s.attempt, func.sum(t.steps))
