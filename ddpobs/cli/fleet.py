@@ -15,6 +15,8 @@ from ddpobs.shared.words import percent
 from ddpobs.wire import printable
 
 _ROWS = 10
+_MIN_HOURS = 0.0001
+"""Rank-hours below which a figure is noise."""
 _TABLES = {"by_host": "host", "by_tag": "tag", "by_torch": "torch"}
 
 
@@ -68,7 +70,7 @@ def _sums(row: dict[str, Any]) -> list[str]:
 
 
 def _hours(hours: float) -> str:
-    return three_digits(hours)
+    return f"under {_MIN_HOURS}" if 0 < hours < _MIN_HOURS else three_digits(hours)
 
 
 def _table(title: str, rows: Sequence[Sequence[str]], heads: Sequence[str] = ()) -> list[str]:

@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 _MIN_LARGE = 999.5
 """A number from here on has no digit after the point in three digits."""
 _SECONDS_UNTIL_S, _MINUTES_UNTIL_MIN, _HOURS_UNTIL_H = 120, 120, 48
+_SECONDS_UNTIL_MIN = 0.01
+"""Rank-minutes below which a rank time is in seconds."""
 
 
 def duration(ns: float) -> str:
@@ -32,6 +34,8 @@ def duration(ns: float) -> str:
 def rank_time(ns: float) -> str:
     """Time of ranks, summed: `0.73 rank-minutes`, `3.4 rank-hours`. One rank over one hour has one rank-hour."""
     minutes = ns / 60e9
+    if minutes < _SECONDS_UNTIL_MIN:
+        return f"{ns / 1e9:.2g} rank-seconds"
     if minutes < _MINUTES_UNTIL_MIN:
         return f"{minutes:.2g} rank-minutes" if minutes < 1 else f"{three_digits(minutes)} rank-minutes"
     return f"{three_digits(minutes / 60)} rank-hours"

@@ -42,7 +42,8 @@ def test_two_times_have_the_time_between_and_their_dates_if_these_differ() -> No
 
 
 def test_rank_time_sizes_and_counts() -> None:
-    assert [rank_time(minutes * 60e9) for minutes in (0.73, 90, 204)] == [
+    assert [rank_time(minutes * 60e9) for minutes in (0.00014, 0.73, 90, 204)] == [
+        "0.0084 rank-seconds",
         "0.73 rank-minutes",
         "90 rank-minutes",
         "3.4 rank-hours",

@@ -50,9 +50,12 @@ def verdict_of(evidence: Evidence, findings: Sequence[Finding], steps: int, *, i
     if steps >= 2 * needed:
         text = f"Not compared: own times of all ranks are known in {there} of {steps:,} steps, {needed} are needed."
         return Verdict("not-compared", text)
-    if is_over:
-        return Verdict("too-short", f"Too short to judge: {there} of {needed} steps.")
-    return Verdict("too-early", f"Too early: {needed} steps are needed, {there} {'is' if there == 1 else 'are'} there.")
+    counts = f"{needed} steps are needed, {there} {'is' if there == 1 else 'are'} there."
+    return (
+        Verdict("too-short", f"Too short to judge: {counts}")
+        if is_over
+        else Verdict("too-early", f"Too early: {counts}")
+    )
 
 
 def _well(joined: JoinedSteps) -> str:
@@ -65,5 +68,5 @@ def _well(joined: JoinedSteps) -> str:
         times = f"{duration(least)} to {duration(most)}"
     wall_ns, moving_ns = joined.wall_ns.mean(), moving(joined.exposed_ns).mean()
     waiting_ns = joined.exposed_ns.mean() - moving_ns
-    shares = f"{percent(moving_ns / wall_ns)} moving data, {percent(waiting_ns / wall_ns)} waiting for ranks"
+    shares = f"of a step {percent(moving_ns / wall_ns)} moving data, {percent(waiting_ns / wall_ns)} waiting for ranks"
     return f"{word}: own times {times}; {shares}."

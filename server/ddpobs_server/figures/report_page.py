@@ -65,14 +65,15 @@ def report_page(
     """
     nonce = secrets.token_urlsafe(16)
     missing = "".join(f"<li>{escape(reason)}</li>" for reason in diagnosis["missing"])
+    collector, has_steps = address.rpartition("/runs/")[0], diagnosis["steps_seen"] > 0
     parts = [
         f"<h1>{escape(run)}</h1>",
         f'<p><a href="{escape(address)}">{escape(address)}</a></p>',
         _list(facts),
-        *(_finding(finding, address.rpartition("/runs/")[0]) for finding in shown_findings(diagnosis)),
+        *(_finding(finding, collector, has_steps=has_steps) for finding in shown_findings(diagnosis)),
         f"<p>{escape(diagnosis['summary'])}</p>" if diagnosis["summary"] else "",
         f"<details><summary>Not judged</summary><ul>{missing}</ul></details>" if missing else "",
-        *_pictures(pictures, nonce, has_steps=diagnosis["steps_seen"] > 0),
+        *_pictures(pictures, nonce, has_steps=has_steps),
         *(f"<h2>{escape(table.title)}</h2>{_table(table.columns, table.rows)}" for table in tables),
     ]
     return _page(run, parts, nonce, "auto"), nonce
@@ -113,10 +114,10 @@ def _page(run: str, parts: Sequence[str], nonce: str, scheme: str) -> str:
 """
 
 
-def _finding(finding: Mapping[str, Any], collector: str) -> str:
+def _finding(finding: Mapping[str, Any], collector: str, *, has_steps: bool) -> str:
     """A finding with its parts and a link to its help, which the collector at this address has."""
     sentences = "".join(f"<li>{escape(sentence)}</li>" for sentence in finding["evidence_sentences"])
-    steps = {"steps": _times(finding["intervals"])}
+    steps = {"steps": _times(finding["intervals"])} if has_steps else {}
     if finding["parameters"]:
         steps["parameters"] = ", ".join(finding["parameters"])
     shown = {name: value for name, value in finding["evidence"].items() if name not in _STACKS}

@@ -28,6 +28,10 @@ class Question:
     seeks_caps: bool = False
 
 
+_MIN_PERCENT = 0.05
+"""A smaller saving would be written as 0.0 %."""
+
+
 @dataclass(frozen=True)
 class Modelled:
     """What is known of an attempt's steps.
@@ -139,7 +143,8 @@ def saving_in_words(prediction: Prediction) -> str:
     saved, share = prediction.saved_ns, 100 * prediction.saved_ratio
     error = 100 * prediction.error_ns / prediction.now_ns
     if abs(saved) <= prediction.error_ns:
-        return f"no difference seen: {abs(share):.1f} % {'less' if saved > 0 else 'more'}, ± {error:.1f} %"
+        size = "" if abs(share) < _MIN_PERCENT else f"{abs(share):.1f} % {'less' if saved > 0 else 'more'}, "
+        return f"no difference seen: {size}± {error:.1f} %"
     verb = "saves" if saved > 0 else "costs"
     unit = "a step" if prediction.batches == 1 else "a batch"
     return f"{verb} {duration(abs(saved))} of {duration(prediction.now_ns)} {unit} ({abs(share):.1f} ± {error:.1f} %)"

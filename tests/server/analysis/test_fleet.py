@@ -173,7 +173,7 @@ def test_an_attempts_parts_are_those_of_its_ranks_on_each_host(monkeypatch: pyte
     def launch(attempt: str, ordinal: int) -> Launch:
         hosts = ("a", "b", "b")
         done = [replace(process(rank, phases_ns=phases(forward=50)), host=host) for rank, host in enumerate(hosts)]
-        return Launch(attempt, ordinal, 4, [*done, process(3)])
+        return Launch(attempt, ordinal, 4, [*done, replace(process(3), host="unknown")])
 
     account = account_of([launch("one", 0), launch("two", 1)])
     shares = host_shares.host_shares(account.attempts[0])

@@ -8,11 +8,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from ddpobs_server.reports.whatif import saving_in_words
 from typer.testing import CliRunner
 
 import ddpobs
 from benchmarks.rig.collector import Collector
 from ddpobs.cli import main
+from ddpobs.whatif.model import Prediction
 from ddpobs.whatif.strategies import HOST_NS
 from tests.support.analysis.link_scenario import Run
 from tests.support.server.batches import assert_problem, batch, get, hello, put
@@ -116,3 +118,14 @@ def test_the_client_returns_the_response(url: str) -> None:
     response = ddpobs.Client(url).run("whatif").whatif(accumulate=4, find_unused=None)
     assert response["answers"][0]["change"] == "4 batches a step"
     assert "a batch" in response["answers"][0]["prediction"]["words"]
+
+
+@pytest.mark.parametrize(
+    ("step_ns", "words"),
+    [(100_010, "no difference seen: ± 5.0 %"), (102_000, "no difference seen: 2.0 % more, ± 5.0 %")],
+)
+def test_a_change_that_is_not_seen_has_its_error_and_no_share_of_nothing(step_ns: float, words: str) -> None:
+    none = np.zeros(0)
+    now_ns, error_ns = 100_000, 5_000
+    ends = step_ns - error_ns, step_ns + error_ns
+    assert saving_in_words(Prediction(step_ns, *ends, now_ns, 0, none, none, none, none)) == words

@@ -153,7 +153,7 @@ def test_the_html_report_shows_a_traceback_and_stacks_as_they_are(run: str, text
 
 def test_the_html_report_of_a_run_without_a_step_has_a_sentence_in_place_of_empty_figures(url: str) -> None:
     html = httpx.get(f"{url}/api/v1/runs/command/report.html").text
-    assert "<dt>steps</dt><dd>0</dd>" in html
+    assert html.count("<dt>steps</dt><dd>0</dd>") == 1  # No finding is of a step.
     assert html.count("<p>No step was recorded, so the figures of steps are left out.</p>") == 1
     assert re.findall(r"<h2>(.*?)</h2>", html)[1:] == ["Ranks", "Attempts"]
 
@@ -168,6 +168,7 @@ def test_a_command_s_end_and_last_lines_are_on_the_page_and_no_rank_failed(brows
     visit = Visit(browser, f"{url}/runs/command")
     visit.page.get_by_text("The command ended with exit status 2 before any rank joined").first.wait_for()
     visit.page.locator("pre", has_text=f"no such option {EVIL}").wait_for(state="attached")
+    expect(visit.page.locator(".finding details > summary")).to_have_text("Evidence")  # It has no step.
     (attempt,) = httpx.get(f"{url}/api/v1/runs/command/attempts").json()["attempts"]
     assert (attempt["outcome"], attempt["first_rank"]) == ("failed", None)
     assert attempt["reason"] == "the command ended with exit status 2 before any rank joined"

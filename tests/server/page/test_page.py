@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from benchmarks.rig.collector import collector
 from ddpobs import wire
 from ddpobs.cli import main
-from ddpobs.shared.quantities import duration
+from ddpobs.shared.quantities import duration, time_of_day, time_range
 from tests.support.server import batches
 from tests.support.server.browsing import EVIL, Visit, batch, paused_visit, put, settle
 
@@ -63,6 +63,12 @@ def test_the_page_prints_quantities_as_the_collector_does(browser: Any, url: str
     visit = Visit(browser, url)
     script = "async (all) => { const m = await import('/static/times.js'); return all.map(m.duration); }"
     assert visit.page.evaluate(script, times) == list(map(duration, times))
+    began = 1_700_000_000 * 10**9
+    ranges = [(began, began + length) for length in (0, *times[3:])]
+    assert visit.page.evaluate(script.replace("m.duration", "(ends) => m.timeRange(...ends)"), ranges) == [
+        time_range(*ends) for ends in ranges
+    ]
+    assert visit.page.evaluate(script.replace("m.duration", "m.clock"), [began]) == [time_of_day(began)]
 
 
 def expect_width(visit: Visit, width: int) -> None:
@@ -267,7 +273,7 @@ def test_two_runs_of_the_list_are_compared(browser: Any, url: str) -> None:
     verdict = visit.page.locator("#times tr", has_text="backward").locator(".verdict")
     expect(verdict).to_have_text(re.compile("^faster by"))
     expect(visit.page.get_by_role("link", name="open steady")).to_have_attribute("href", re.compile("^runs/steady"))
-    visit.page.get_by_text("50 and 50 typical steps are compared; 0 and 0 long steps").wait_for()
+    visit.page.get_by_text("50 and 50 typical steps are compared.").wait_for()
     visit.page.get_by_role("heading", name="and one of 0.0 % would have been").wait_for()
     went = visit.page.locator("#findings div", has_text="Only in picture")
     went.get_by_text("Rank 1 is slow in backward").wait_for()
@@ -325,9 +331,11 @@ def test_the_fleet_page_sums_up_the_runs(browser: Any, tmp_path: Path) -> None:
         fleet = httpx.get(f"{running.url}/api/v1/fleet").json()
         tiny = {"title": "next to nothing", "hours": 1e-9, "share": 1e-9}
         fleet |= {"compared_runs": 1, "causes": [tiny, tiny | {"title": "much", "share": 0.5}]}
+        fleet["by_week"][0]["rank_hours"] = 1e-9
         visit.page.route("**/api/v1/fleet?*", lambda route: route.fulfill(json=fleet))
         visit.page.reload()
         expect(visit.page.locator("#slow-note")).to_have_text(re.compile("the hosts of 1 run were compared"))
+        expect(visit.page.locator("#by_week")).to_contain_text("under 0.0001")
         expect(visit.page.locator("#causes tbody td:first-child")).to_have_text(["much"])
         printed = CliRunner().invoke(main, ["fleet", "--collector", running.url])
         assert printed.exit_code == 0, printed.output

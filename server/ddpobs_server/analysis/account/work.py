@@ -13,6 +13,9 @@ from ddpobs_server.analysis.account.run_account import RunAccount
 from ddpobs_server.analysis.slow_ranks.lateness import step_weights
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
+_MIN_SHARE = 0.005
+"""A smaller share would be written as 0 %."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -56,10 +59,12 @@ class Work:
 
     @property
     def losses(self) -> str:
-        """Both shares in words."""
+        """Both shares in words, without one that is nothing."""
         if not self.is_split:
             return f"{percent(self.moving)} of the time they wait for each other or move data"
-        return f"{percent(self.waiting)} of the time they wait for each other, {percent(self.moving)} they move data"
+        shares = {"they wait for each other": self.waiting, "they move data": self.moving}
+        named = ", ".join(f"{percent(share)} {words}" for words, share in shares.items() if share >= _MIN_SHARE)
+        return named.replace("they", "of the time they", 1)
 
 
 def work_of(account: RunAccount) -> Work:

@@ -20,6 +20,8 @@ MAX_HOSTS = 4096
 """Maximum number of hosts of an attempt; the others, with the fewest ranks, count as not known."""
 _MAX_NS = 2**62
 """Clients' clocks may be absurd, and the database has 64 bits."""
+_UNKNOWN = "unknown"
+"""Host of imported files that name none."""
 _NAME_CHARACTERS = 255
 """Longest name of a host (RFC 1035, section 2.3.4)."""
 
@@ -56,7 +58,8 @@ def host_shares(attempt: AttemptAccount) -> dict[str, HostShare]:
     restart: Parts = {"restart": attempt.gap_ns} if attempt.gap_ns else {}
     ranks: defaultdict[str, list[int]] = defaultdict(list)
     for rank in (*attempt.by_rank, *attempt.missing):
-        ranks[host_name(attempt.hosts.get(rank, ""))].append(rank)
+        host = attempt.hosts.get(rank, "")
+        ranks["" if host == _UNKNOWN else host_name(host)].append(rank)
     for host in sorted(ranks, key=lambda host: (-len(ranks[host]), host))[MAX_HOSTS:]:
         ranks[""] += ranks.pop(host)
     return {

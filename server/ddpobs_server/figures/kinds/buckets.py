@@ -105,12 +105,13 @@ def _bars(times: BucketTimes, names: Buckets, rows: wire.Ints) -> dict[str, Any]
 
 def _summary(times: BucketTimes, bars: Mapping[str, Any], names: Buckets) -> str:
     count, worst = len(bars["label"]), int(np.argmax(bars["end"]))
-    wait, move = (duration(bars[name][worst] * 1e6) for name in ("wait", "move"))
+    wait_ns, move_ns = (bars[name][worst] * 1e6 for name in ("wait", "move"))
+    waits = f"waits {duration(wait_ns)} for the last rank and " if wait_ns else ""
     longest = bars["phrase"][worst]
     return (
         f"Means over all ranks in {steps_text(times.first, times.last)}: {counted(len(times), names.parts.row)}"
         f"{f', the {count} that take the longest are drawn' if count < len(times) else ''}. "
-        f"{longest[0].upper()}{longest[1:]} communicates longest: it waits {wait} for the last rank and moves {move}."
+        f"{longest[0].upper()}{longest[1:]} communicates longest: it {waits}moves {duration(move_ns)}."
     )
 
 

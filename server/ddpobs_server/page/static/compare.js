@@ -19,8 +19,9 @@ function showVerdict(response) {
     lines.push(`${delays}: other programs on the hosts may be the cause.`);
   }
   lines.push(`Limit ${limitPercent(limit)} %: ${limit.words}.`);
-  const long = `${a.long_steps} and ${b.long_steps} long steps are only in the row “long steps”`;
-  lines.push(`${a.steps} and ${b.steps} typical steps are compared; ${long}.`);
+  const hasLong = a.long_steps > 0 || b.long_steps > 0;
+  const long = hasLong ? `; long ones, ${a.long_steps} and ${b.long_steps}, are only in the row “long steps”` : "";
+  lines.push(`${a.steps} and ${b.steps} typical steps are compared${long}.`);
   const { verdict } = changes[0];
   byId("verdict").className = `card ${disturbed || verdict === "too-few" ? "unsure" : verdict}`;
   const job = not_the_same_job ? [element("p", { class: "other-job" }, `${not_the_same_job}.`)] : [];

@@ -8,9 +8,10 @@ import { timeRange } from "./times.js";
 const MAX_STACKS = 4;
 const MAX_INTERVALS = 3;
 
-export function evidence(finding, key) {
+export function evidence(finding, key, hasSteps) {
+  const steps = hasSteps ? [["steps", intervals(finding.intervals)]] : [];
   const names = finding.parameters.length ? [["parameters", finding.parameters.join(", ")]] : [];
-  const facts = element("dl", {}, ...factRows([["steps", intervals(finding.intervals)], ...names]));
+  const facts = element("dl", {}, ...factRows([...steps, ...names]));
   const sentences = finding.evidence_sentences.map((text) => element("li", {}, text));
   const link = { href: `${root}/api/v1${address("diagnostics")}`, target: "_blank", "data-key": `json ${key}` };
   const raw = element("a", link, "as JSON ↗");
@@ -33,7 +34,7 @@ export function stepsText(first, last) {
   return first === last ? `step ${first}` : `steps ${first} to ${last}`;
 }
 
-// When a finding held, in the reader's own zone.
+// When a finding held.
 function intervals(all) {
   const lines = all.slice(0, MAX_INTERVALS).map(({ from, to, began_ns, ended_ns }) => {
     const times = began_ns === null ? "" : `, ${timeRange(began_ns, ended_ns)}`;

@@ -8,21 +8,21 @@ import { rove } from "./roving.js";
 
 const CONTROLS = ".finding-title, .code, summary, .quiet";
 
-export function showFindings(section, { findings, missing, summary }, keys, chosen, select) {
+export function showFindings(section, { findings, missing, summary, steps_seen }, keys, chosen, select) {
   const open = new Set([...section.querySelectorAll("details[open]")].map((details) => details.dataset.key));
   const stops = [...section.querySelectorAll("[tabindex='0']")].filter((control) => control.checkVisibility());
   const stopKeys = new Set(stops.map((control) => control.dataset.key));
   const cards = findings
     .map((finding, index) => [finding, keys[index]])
     .filter(([finding]) => isShown(finding))
-    .map(([finding, key]) => card(finding, key, key === chosen, open, select));
+    .map(([finding, key]) => card(finding, key, key === chosen, open, select, steps_seen > 0));
   for (const each of cards) rove(each, CONTROLS, (control) => stopKeys.has(control.dataset.key));
   if (!cards.length) cards.push(element("article", { class: "finding" }, element("h2", {}, summary)));
   if (missing.length) cards.push(notJudged(missing, open));
   renew(section, element("div", {}, ...cards));
 }
 
-function card(finding, key, isChosen, open, select) {
+function card(finding, key, isChosen, open, select, hasSteps) {
   const classes = `finding ${finding.severity}${isChosen ? " chosen" : ""}`;
   const choose = () => select(finding, key);
   const lines = element("dl", { class: "parts" }, ...factRows(findingLines(finding)));
@@ -38,7 +38,7 @@ function card(finding, key, isChosen, open, select) {
     ),
     lines,
     ...stacks(finding),
-    element("div", { class: "row" }, details(finding, key, open), show(key, isChosen, choose)),
+    element("div", { class: "row" }, details(finding, key, open, hasSteps), show(key, isChosen, choose)),
   );
 }
 
@@ -59,9 +59,10 @@ function help({ code }, key) {
   return element("a", { ...link, "data-key": `help ${key}` }, `${code} ↗`);
 }
 
-function details(finding, key, open) {
-  const summary = element("summary", { "data-key": `summary ${key}` }, `Evidence, ${stepsText(...finding.steps)}`);
-  const node = element("details", { "data-key": key }, summary, evidence(finding, key));
+function details(finding, key, open, hasSteps) {
+  const title = hasSteps ? `Evidence, ${stepsText(...finding.steps)}` : "Evidence";
+  const summary = element("summary", { "data-key": `summary ${key}` }, title);
+  const node = element("details", { "data-key": key }, summary, evidence(finding, key, hasSteps));
   node.toggleAttribute("open", open.has(key));
   return node;
 }

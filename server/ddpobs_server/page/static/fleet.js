@@ -7,10 +7,17 @@ import { runOnce } from "./refresh.js";
 const DEFAULT_WEEKS = "12";
 const HEADS = ["Runs", "Rank-hours", "Lost", "Goodput", "Largest loss"];
 const MIN_SHARE = 0.0005; // A smaller share would be written as 0.0 %.
+const MIN_HOURS = 0.0001;
 const NAMES = { host: "hosts", tag: "tags", torch: "versions" };
 
 const percent = (share, digits = 0) => `${(100 * share).toFixed(digits)} %`;
-const hours = (value) => (value < 999.5 ? String(+value.toPrecision(3)) : Math.round(value).toLocaleString("en"));
+
+// Rank-hours as `ddpobs fleet` has them.
+function hours(value) {
+  if (value > 0 && value < MIN_HOURS) return `under ${MIN_HOURS}`;
+  return value < 999.5 ? String(+value.toPrecision(3)) : Math.round(value).toLocaleString("en");
+}
+
 const number = (text) => element("td", { class: "n" }, text);
 
 function row(name, sum) {

@@ -6,7 +6,7 @@ import { severityBadge } from "./finding_parts.js";
 import { labelsOf } from "./labels.js";
 import { COLUMNS } from "./runs_columns.js";
 import { sparkline } from "./sparkline.js";
-import { ago, duration, isKnown } from "./times.js";
+import { ago, clock, duration, isKnown } from "./times.js";
 
 // A row that stays when its run changes, so that focus, selection and the pointer's place are kept.
 export class RunRow {
@@ -98,10 +98,9 @@ function digits(number) {
   return number >= 100 ? number.toFixed(0) : number.toPrecision(3);
 }
 
+// In UTC; the pointer shows it in the reader's zone.
 function started(ns) {
   const time = new Date(ns / 1e6);
-  const parts = { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" };
-  const text = time.toLocaleString([], { ...parts, hourCycle: "h23", timeZoneName: "short" });
   const title = time.toLocaleString([], { dateStyle: "full", timeStyle: "long" });
-  return element("time", { datetime: time.toISOString(), title }, text.replace(/ (\S+)$/, "\u00a0$1"));
+  return element("time", { datetime: time.toISOString(), title }, clock(ns).slice(0, 16));
 }

@@ -14,7 +14,7 @@ export const COLUMNS = [
   { key: "steps", title: "Steps", number: true, down: true },
   { key: "goodput", title: "Goodput", number: true, down: false },
   { key: "duration", title: "Duration", number: true, down: true },
-  { key: "started", title: "Started", down: true },
+  { key: "started", title: "Started (UTC)", down: true },
   { title: "Edit" },
 ];
 const VALUES = {

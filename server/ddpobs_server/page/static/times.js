@@ -1,26 +1,10 @@
 // Times and quantities as text, and the collector's clock.
 
-const CLOCK = new Intl.DateTimeFormat(undefined, {
-  year: "numeric",
-  month: "short",
-  day: "numeric",
-  hour: "2-digit",
-  minute: "2-digit",
-  second: "2-digit",
-  hourCycle: "h23",
-  timeZoneName: "short",
-});
 const MAX_DRIFT_MS = 2000;
 const MIN_LARGE = 999.5; // From here on a number has no digit after the point.
 const MIN_SECONDS = 120;
 const MIN_MINUTES = 120;
 const MIN_HOURS = 48;
-const TIME = new Intl.DateTimeFormat(undefined, {
-  hour: "2-digit",
-  minute: "2-digit",
-  second: "2-digit",
-  hourCycle: "h23",
-});
 const collector = { ahead_ms: 0 }; // The collector's clock minus this computer's, to the second.
 
 // The time on the collector's clock, in ms.
@@ -34,9 +18,11 @@ export function setCollectorTime(date) {
   if (time_ms && Math.abs(time_ms - now()) > MAX_DRIFT_MS) collector.ahead_ms = time_ms - Date.now();
 }
 
-// A time of day in the reader's zone, with the zone.
+// A time in UTC, with its date. As `ddpobs.shared.quantities.time_of_day`.
 export function clock(ns) {
-  return CLOCK.format(new Date(ns / 1e6));
+  const time = new Date(ns / 1e6);
+  if (isNaN(time)) return "unknown time"; // A client's clock may be absurd.
+  return `${time.toISOString().slice(0, 19).replace("T", " ")} UTC`;
 }
 
 export function ago(ns) {
@@ -44,7 +30,7 @@ export function ago(ns) {
   if (seconds < 90) return `${seconds.toFixed(0)} s ago`;
   if (seconds < 5400) return `${(seconds / 60).toFixed(0)} min ago`;
   if (seconds < 129600) return `${(seconds / 3600).toFixed(0)} h ago`;
-  return new Date(ns / 1e6).toISOString().slice(0, 16).replace("T", " ") + " UTC";
+  return clock(ns);
 }
 
 // A time with its unit: three digits, or its two largest units. As `ddpobs.shared.quantities.duration`.
@@ -66,20 +52,19 @@ function threeDigits(value) {
   return value < MIN_LARGE ? String(+value.toPrecision(3)) : value.toFixed(0);
 }
 
-// The begin and the end of an attempt in the reader's zone, with the date; the end is null while it runs.
+// The begin and the end of an attempt, with the date; the end is null while it runs.
 export function clockRange(began_ns, ended_ns) {
-  if (ended_ns === null) return `${clock(began_ns)} to now`;
-  const range = CLOCK.formatRange(new Date(began_ns / 1e6), new Date(ended_ns / 1e6));
-  return `${range} (${duration(Math.max(0, ended_ns - began_ns))})`;
+  return ended_ns === null ? `${clock(began_ns)} to now` : timeRange(began_ns, ended_ns, true);
 }
 
-// Two times of day and the time between, in the reader's zone; with their dates if these differ. A moment has its date.
-export function timeRange(began_ns, ended_ns) {
+// Two times in UTC and the time between; with their dates if these differ. As `ddpobs.shared.quantities.time_range`.
+export function timeRange(began_ns, ended_ns, isDated = false) {
   if (began_ns === ended_ns) return clock(began_ns);
-  const ends = [began_ns, ended_ns].map((ns) => new Date(ns / 1e6));
-  const isSameDay = ends[0].toDateString() === ends[1].toDateString();
-  const [began, ended] = isSameDay ? ends.map((time) => TIME.format(time)) : [clock(began_ns), clock(ended_ns)];
-  return `${began}${isSameDay ? "–" : " – "}${ended} (${duration(Math.max(0, ended_ns - began_ns))})`;
+  const [began, ended] = [clock(began_ns), clock(ended_ns)];
+  const took = `(${duration(Math.max(0, ended_ns - began_ns))})`;
+  const [date, time] = began.split(" ");
+  if (!ended.startsWith(date)) return `${began.replace(" UTC", "")} – ${ended} ${took}`;
+  return `${isDated ? `${date} ` : ""}${time}–${ended.slice(date.length + 1)} ${took}`;
 }
 
 // Whether a fact is known: imported files that lack it make a run that has `unknown`.

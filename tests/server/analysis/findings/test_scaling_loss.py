@@ -43,6 +43,7 @@ def test_it_states_the_whole_run_as_its_account_does() -> None:
     ]
     account = account_of([Launch("a", 0, 2, of_ranks, moving_ns={0: 0.0, 1: 1.0})])
     finding = only(scaling_loss(Run([MB // 2], [20.0]).evidence(account=account)))
+    assert finding.cause == "33 % of the time they wait for each other"
     assert finding.verdict in account_summary(account)
     assert finding.cause in account_summary(account)
     assert (facts(finding).waiting_ns, facts(finding).moving_ns, facts(finding).steps_used) == (2 * S, 0, 10)
