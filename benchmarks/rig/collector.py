@@ -85,7 +85,7 @@ def fork_server() -> ForkServer:
     """Return the process that collectors are forked from, which starts with the first call."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "server")])}
-    return ForkServer(kept | paths, ("ddpobs_server.app", "alembic.command", "uvloop", "httptools"))
+    return ForkServer(kept | paths, ("benchmarks.rig.collector_preload",))
 
 
 @contextmanager
