@@ -55,6 +55,8 @@ def run(
 def until(condition: Callable[[], Any], logs: Callable[[], str] = str, limit_s: float = HANG_S) -> Any:
     """Wait until a condition holds, and return its value.
 
+    The condition is asked for less often the longer it takes: some ask a collector that shares the processors.
+
     Args:
         condition: Returns a true value once it holds.
         logs: Returns what the message of the error ends with.
@@ -63,10 +65,11 @@ def until(condition: Callable[[], Any], logs: Callable[[], str] = str, limit_s: 
     Raises:
         AssertionError: It did not hold in time.
     """
-    deadline = time.monotonic() + limit_s
+    began = time.monotonic()
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"the condition did not hold within {limit_s} s\n{logs()}"
-        time.sleep(0.05)
+        waited_s = time.monotonic() - began
+        assert waited_s < limit_s, f"the condition did not hold within {limit_s} s\n{logs()}"
+        time.sleep(min(0.02 + waited_s / 20, 0.5))
     return value
 
 
