@@ -1,4 +1,4 @@
-"""The page of one run with a keyboard alone, in a real Chromium."""
+"""The pages with a keyboard alone, in a real Chromium."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from playwright.sync_api import expect
 
-from tests.support.server.browsing import drawn
+from tests.support.server.browsing import Visit, batch, drawn, put
 
 _FOCUSED = """() => {
   let node = document.activeElement;
@@ -111,3 +111,25 @@ def test_cards_that_stay_the_same_keep_the_focus_on_their_control(browser: Any, 
       return before.isConnected && before === document.activeElement;
     }"""
     assert visit.page.evaluate(stays)
+
+
+def test_arrow_keys_move_among_the_runs_of_the_list(browser: Any, url: str) -> None:
+    for name in ("keys-a", "keys-b"):
+        put(url, batch(name, 0, slow=False, host="node"))
+    visit = Visit(browser, f"{url}/?search=keys-")
+    page, press = visit.page, visit.page.keyboard.press
+    page.get_by_role("link", name="keys-a").wait_for()
+    press("Tab")
+    expect(page.get_by_role("link", name="Skip to the runs")).to_be_focused()
+    press("Enter")
+    for name in ("Run", "State"):
+        press("Tab" if name == "Run" else "ArrowRight")
+        expect(page.get_by_role("button", name=name, exact=True)).to_be_focused()
+    press("Tab")
+    expect(page.get_by_role("link", name="keys-b")).to_be_focused()
+    press("ArrowDown")
+    expect(page.get_by_role("link", name="keys-a")).to_be_focused()
+    press("ArrowLeft")
+    expect(page.get_by_role("checkbox", name="Select keys-a")).to_be_focused()
+    press("Tab")
+    assert page.evaluate("document.activeElement.tagName") == "BODY"

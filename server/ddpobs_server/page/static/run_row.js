@@ -8,6 +8,9 @@ import { COLUMNS } from "./runs_columns.js";
 import { sparkline } from "./sparkline.js";
 import { ago, clock, duration, isKnown } from "./times.js";
 
+export const CONTROLS = "input, a, button";
+export const ROW_CONTROLS = 3;
+
 // A row that stays when its run changes, so that focus, selection and the pointer's place are kept.
 export class RunRow {
   #seen = new Map();
@@ -24,6 +27,7 @@ export class RunRow {
     this.cells.run.append(this.link, this.labels, this.facts);
     const [box, edits] = [element("td", { class: "box" }, this.box), element("td", { class: "edit" }, this.edit)];
     this.node = element("tr", {}, box, ...Object.values(this.cells), edits);
+    for (const control of [this.box, this.link, this.edit]) control.tabIndex = -1; // Arrow keys reach them.
   }
 
   // Fill a cell, unless it was filled from the same values: a reader may be in the middle of its text.

@@ -5,7 +5,8 @@ import { byId } from "./elements.js";
 import { importFiles } from "./import.js";
 import { confirmDelete, editLabels } from "./labels.js";
 import { refresh, runOnce } from "./refresh.js";
-import { RunRow } from "./run_row.js";
+import { rove } from "./roving.js";
+import { CONTROLS, ROW_CONTROLS, RunRow } from "./run_row.js";
 import { matches, sorted } from "./runs_columns.js";
 import { filters, followForm, isByDiagnosis, markOrder, needsAll } from "./runs_form.js";
 import { diagnose, hasAll, PAGE_ROWS, readRuns, state } from "./runs_state.js";
@@ -58,6 +59,7 @@ function showRows(page) {
   const body = byId("runs").tBodies[0];
   const isSame = nodes.length === body.rows.length && nodes.every((node, index) => node === body.rows[index]);
   if (!isSame) body.replaceChildren(...nodes);
+  if (page.length && !body.querySelector("[tabindex='0']")) rows.get(page[0].run).link.tabIndex = 0;
 }
 
 function forget(name, row) {
@@ -138,4 +140,6 @@ byId("import").addEventListener("click", importFiles);
 byId("compare").addEventListener("click", compare);
 byId("delete").addEventListener("click", remove);
 saveWithToken(byId("metrics"), "metrics.txt");
+rove(byId("runs").tHead, "button");
+rove(byId("runs").tBodies[0], CONTROLS, undefined, ROW_CONTROLS);
 refresh(update, EVERY_S);
