@@ -34,7 +34,7 @@ from benchmarks.links import INTERFACE, LinkError, address, links, moved_bytes
 from benchmarks.pairs import ratio
 from benchmarks.parameter_server import ParameterServer, Servers
 from benchmarks.rig.ranks import run_ranks
-from benchmarks.tables import rows_of
+from benchmarks.tables import change, rows_of
 from ddpobs import DistributedDataParallel
 from ddpobs.comm import PowerSGD
 
@@ -199,11 +199,11 @@ def traffic(results: dict[str, Any]) -> str:
     seconds, size = results["seconds"], results["gradient_bytes"]
     rows = []
     for name, step_s in seconds.items():
-        against_plain = str(ratio([step_s], [seconds[PLAIN]])) if len(step_s) > 1 and name != PLAIN else ""
+        against_plain = change(ratio([step_s], [seconds[PLAIN]])) if len(step_s) > 1 and name != PLAIN else ""
         shares = [f"{100 * results[link][name]:.0f} %" for link in ("busiest_link", "mean_link")]
         rows.append([name, *shares, against_plain])
     head = ["", f"bytes on the busiest link, of {size / 2**20:.0f} MiB of gradients", "on the mean link"]
-    return rows_of([*head, f"step, of {PLAIN}"], rows)
+    return rows_of([*head, f"step over that of {PLAIN}, %"], rows)
 
 
 def _claims(results: dict[str, Any]) -> list[str]:

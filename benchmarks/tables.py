@@ -133,4 +133,4 @@ def change(ratio: Ratio | None) -> str:
     if ratio is None:
         return ""
     middle, low, high = (100 * (value - 1) for value in (ratio.middle, ratio.low, ratio.high))
-    return f"{middle:z.1f}" + ("" if ratio.high == float("inf") else f" ({low:z.1f} to {high:z.1f})")
+    return f"{middle:z.1f}" + (" (one launch)" if ratio.high == float("inf") else f" ({low:z.1f} to {high:z.1f})")

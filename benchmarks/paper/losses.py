@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.pairs import Ratio, ratio
-from benchmarks.tables import rows_of
+from benchmarks.tables import change, rows_of
 
 BLOCK = 20
 """Iterations whose mean loss is kept."""
@@ -57,8 +57,8 @@ def claims(found: Found) -> list[list[str]]:
             verdict = "holds"
         else:
             verdict = "does not hold here" if measured.high < low or measured.low > high else "open"
-        rows.append([source, f"digits, {batch}", f"{title}, of {_FIRST}: {measured}", verdict])
+        rows.append([source, f"digits, {batch}", f"{title} against {_FIRST}: {change(measured)}", verdict])
         for name in [name for name in _FEWER_BITS if name in trainings]:
-            cell = f"{name}, of {_FIRST}: {against_first(trainings, name)}"
+            cell = f"{name} against {_FIRST}: {change(against_first(trainings, name))}"
             rows.append(["6.2.3: fewer bits (no figure is claimed)", f"digits, {batch}", cell, ""])
     return rows

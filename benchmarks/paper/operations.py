@@ -26,7 +26,7 @@ from benchmarks.links import LinkError, links
 from benchmarks.pairs import ratio
 from benchmarks.rig import patience
 from benchmarks.source import facts, keep
-from benchmarks.tables import rows_of
+from benchmarks.tables import change, rows_of
 from benchmarks.two_nodes import HOSTS, ON_LINK, mpiexec
 
 PARAMETERS = 60_000_000
@@ -83,14 +83,14 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Return a row for each number of operations: the median, and the ratio to one operation of all parameters."""
+    """Return a row for each number of operations: its time over that of one operation of all parameters."""
     rows = []
     for operations in map(str, SHARES):
         row = [f"{results['parameters'] // int(operations):,}"]
         for seconds in results["seconds"].values():
-            row += [f"{np.median(seconds[operations]):.2f}", str(ratio([seconds[operations]], [seconds["1"]]))]
+            row.append(change(ratio([seconds[operations]], [seconds["1"]])))
         rows.append(row)
-    head = (f"{name}, {unit}" for name in results["seconds"] for unit in ("s", "of one operation"))
+    head = (f"{name}, over one operation, %" for name in results["seconds"])
     return rows_of(["parameters an operation", *head], rows)
 
 

@@ -113,14 +113,13 @@ def table(found: dict[str, dict[str, Any]]) -> str:
             CASES[name].title,
             str(row["parameters"]),
             f"{100 * row['elsewhere']:.0f} %",
-            f"{row['orders']} in {row['passes']}",
             str(row["buckets"]),
             f"{100 * row['registered']:.0f} %",
             f"{100 * row['rebuilt']:.0f} %",
         ]
         for name, row in found.items()
     ]
-    head = ["model", "parameters", "gradients at another place", "orders in passes", "buckets"]
+    head = ["model", "parameters", "gradients at another place", "buckets"]
     return rows_of([*head, "complete after, as registered", "rebuilt"], rows)
 
 

@@ -25,7 +25,7 @@ _STYLES = (("-", "o"), ("--", "s"), ("-.", "^"), (":", "D"), ((0, (1, 4)), "X"))
 
 def predictions(results: dict[str, Any]) -> str:
     """Return a row for each line: the batch on more ranks, as a multiple of one rank's; measured and predicted."""
-    shown = (4, 8, 64, 256)
+    shown = (4, 8, 256)
     rows = []
     for setting, found in results["settings"].items():
         alone_s = _median_s(found, _ALONE)

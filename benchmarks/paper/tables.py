@@ -9,9 +9,9 @@ import numpy as np
 from benchmarks.pairs import Ratio, ratio
 from benchmarks.paper.experiments import EXPERIMENTS, Claim, Experiment
 from benchmarks.paper.models import PAPER_MODELS
-from benchmarks.tables import rows_of
+from benchmarks.tables import change, rows_of
 
-CLAIMS_HEAD = ["claim", "measured with", "a batch, or the last loss", ""]
+CLAIMS_HEAD = ["claim", "measured with", "a batch, or the last loss, %", ""]
 """Head of a table of claims."""
 FORWARD, BACKWARD, OPTIMIZER, STEP = range(4)
 """Columns of a launch's seconds."""
@@ -73,9 +73,8 @@ def claims(results: dict[str, Any]) -> list[list[str]]:
         for claim in experiment.claims_about(setting.partition(", ")[0], found):
             measured = against(experiment, found, claim.variant, claim.base)
             base = claim.base or experiment.variants[0].title
-            rows.append(
-                [claim.source, place(setting), f"{claim.variant}, of {base}: {measured}", verdict(claim, measured)]
-            )
+            compared = f"{claim.variant} against {base}: {change(measured)}"
+            rows.append([claim.source, place(setting), compared, verdict(claim, measured)])
     return rows
 
 
