@@ -86,10 +86,8 @@ def table(results: dict[str, Any]) -> str:
     """Return a row for each number of operations: its time over that of one operation of all parameters."""
     rows = []
     for operations in map(str, SHARES):
-        row = [f"{results['parameters'] // int(operations):,}"]
-        for seconds in results["seconds"].values():
-            row.append(change(ratio([seconds[operations]], [seconds["1"]])))
-        rows.append(row)
+        over_one = [change(ratio([seconds[operations]], [seconds["1"]])) for seconds in results["seconds"].values()]
+        rows.append([f"{results['parameters'] // int(operations):,}", *over_one])
     head = (f"{name}, over one operation, %" for name in results["seconds"])
     return rows_of(["parameters an operation", *head], rows)
 
