@@ -80,16 +80,14 @@ def _print(response: dict[str, Any]) -> None:
         echo(response["not_the_same_job"], "warning")
     echo(response["headline"], _SEVERITIES.get(verdict, ""))
     if response["disturbed"]:
-        delays = " and ".join(f"{run['run_delay_ns'] / 1e6:.1f}" for run in (a, b))
-        echo(f"Other programs may be the cause: ranks had no processor for {delays} ms of a step", "warning")
+        delays = " and ".join(duration(run["run_delay_ns"]) for run in (a, b))
+        echo(f"Other programs may be the cause: ranks had no processor for {delays} of a step", "warning")
     echo(f"{a['steps']} steps of {a['run']} and {b['steps']} of {b['run']}, without long ones")
     typer.echo()
     for line in _table(response["changes"], _compared(response)):
         typer.echo(line)
     sections = {
-        "differs": [
-            f"{each['title']}: {fact_text(each['a'])} → {fact_text(each['b'])}" for each in response["differences"]
-        ],
+        "differs": [f"{each['title']}: {_fact(each['a'])} → {_fact(each['b'])}" for each in response["differences"]],
         f"only {b['run']}": [finding_heading(finding) for finding in response["findings"]["came"]],
         f"only {a['run']}": [finding_heading(finding) for finding in response["findings"]["went"]],
     }
@@ -98,6 +96,10 @@ def _print(response: dict[str, Any]) -> None:
             if row == 0:
                 typer.echo()
             echo(f"{title}: {line}")
+
+
+def _fact(value: object) -> str:
+    return "–" if value is None else fact_text(value)  # A run may lack it.
 
 
 def _compared(response: dict[str, Any]) -> str:

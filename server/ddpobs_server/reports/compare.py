@@ -67,7 +67,8 @@ def compare_json(store: Store, a: Side, b: Side, limit: float) -> dict[str, Any]
         for side, read, names in zip((a, b), reads, (names_a, names_b), strict=True)
     ]
     result = compare.compare(*times)
-    differences = compare_facts.differences(*(_facts(read) for read in reads))
+    facts = [_facts(read) for read in reads]
+    differences = compare_facts.differences(*compare_facts.of_one_model(*facts))
     name_a, name_b = (side.run.rpartition("/")[2] for side in (a, b))
     step_ns, parts = (
         result.changes[0].a_ns,
@@ -77,7 +78,7 @@ def compare_json(store: Store, a: Side, b: Side, limit: float) -> dict[str, Any]
         "run": name_a,
         "attempt": a.attempt,
         "headline": headline(name_b, result),
-        "not_the_same_job": not_the_same_job(name_a, name_b, differences),
+        "not_the_same_job": not_the_same_job(name_a, name_b, compare_facts.differences(*facts)),
         "a": _side_json(a, 0, result),
         "b": _side_json(b, 1, result),
         "confidence": compare.CONFIDENCE,

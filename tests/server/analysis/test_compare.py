@@ -10,7 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from ddpobs_server.analysis.comparison.compare import Change, Comparison, RunTimes, Verdict, compare
-from ddpobs_server.analysis.comparison.facts import differences, facts_of, findings_that_changed, same_buckets
+from ddpobs_server.analysis.comparison.facts import (
+    differences,
+    facts_of,
+    findings_that_changed,
+    of_one_model,
+    same_buckets,
+)
 from ddpobs_server.analysis.comparison.words import change_words, headline, limit_words, not_the_same_job
 from ddpobs_server.analysis.statistics.dependent_mean import dependent_mean
 
@@ -228,6 +234,19 @@ def test_another_model_or_number_of_ranks_is_not_the_same_job() -> None:
     assert not_the_same_job("a", "b", differences(a, world | renamed)) == (
         "Not the same job: model model in a, Other in b"
     )
+
+
+def test_different_models_are_in_one_row() -> None:
+    one = facts_of(None, [layout(["a"], ["b"])])
+    other = facts_of(None, [msgspec.structs.replace(layout(["a"], ["b"], ["c"]), name="a.Other")])
+    rows = differences(*of_one_model(one, other))
+    assert [(row.name, row.a, row.b) for row in rows if "mb" not in row.name] == [
+        ("layout.model.buckets", 2, 3),
+        ("layout.model.size_bytes", 8, 12),
+        ("layout.model.parameters", 2, 3),
+    ]
+    two = facts_of(None, [layout(["a"]), msgspec.structs.replace(layout(["a"]), name="Second", module=1)])
+    assert of_one_model(two, other) == (two, other)
 
 
 def test_buckets_are_the_same_by_their_parameters() -> None:

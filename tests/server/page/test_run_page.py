@@ -140,7 +140,7 @@ def test_a_click_on_a_finding_selects_it_and_its_link_restores_the_view(browser:
     settle(visit)
     selected = f"{url}/runs/picture?steps=1-{STEPS - 1}&rank=1&bucket=0.0&finding=straggler-1"
     expect(visit.page).to_have_url(selected)
-    assert summary(visit, "phases").startswith("Steps 1 to 59 of rank 1: 70 ms a step; backward 7")
+    assert summary(visit, "phases").startswith("Steps 1 to 59 of rank 1: a median of 70 ms a step; backward 7")
     assert mark(visit, "phases", "selection") == [1, STEPS, None]
     other = drawn(browser, selected)
     expect(other.page.locator(".finding.chosen")).to_have_count(1)

@@ -44,7 +44,7 @@ def facts_of(hello: wire.Hello | None, layouts: Sequence[wire.Layout]) -> dict[s
         facts[f"{prefix}.comm"] = layout.comm
         facts[f"{prefix}.{noun}s"] = len(sizes)
         facts[f"{prefix}.size_bytes"] = sum(sizes)
-        facts[f"{prefix}.{noun}_sizes_mb"] = shown + (", ..." if len(sizes) > _SHOWN_SIZES else "")
+        facts[f"{prefix}.{noun}_sizes_mb"] = shown + (", …" if len(sizes) > _SHOWN_SIZES else "")
         facts[f"{prefix}.parameters"] = sum(len(bucket.parameters) for bucket in reduced)
     return facts
 
@@ -72,6 +72,27 @@ def differences(a: Mapping[str, wire.Scalar], b: Mapping[str, wire.Scalar]) -> l
     of_world = [facts.get(_GROUP_RANKS) == facts.get("world_size") for facts in (a, b)]
     names = [name for name in [*a, *(name for name in b if name not in a)] if name != _GROUP_RANKS or not all(of_world)]
     return [Difference(name, a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)]
+
+
+def of_one_model(
+    a: Mapping[str, wire.Scalar], b: Mapping[str, wire.Scalar]
+) -> tuple[Mapping[str, wire.Scalar], Mapping[str, wire.Scalar]]:
+    """Return the facts of two runs with one module each under one name, so that different models are in one row."""
+    names = [{_module(name) for name in facts if name.startswith("layout.")} for facts in (a, b)]
+    if [len(modules) for modules in names] != [1, 1] or names[0] == names[1]:
+        return a, b
+    first, second = (
+        {
+            f"layout.model.{name.rpartition('.')[2]}" if _module(name) in modules else name: value
+            for name, value in facts.items()
+        }
+        for facts, modules in zip((a, b), names, strict=True)
+    )
+    return first, second
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def same_buckets(a: Sequence[wire.Layout], b: Sequence[wire.Layout]) -> dict[tuple[int, int], tuple[int, int]]:

@@ -100,7 +100,7 @@ def _summary(columns: Mapping[str, wire.Ints], is_chosen: Any, medians: Mapping[
     typical, longest = float(np.median(total)) * 1e6, float(columns["wall_max_ns"][is_chosen].max())
     steps = steps_text(columns["first"][is_chosen][0], columns["last"][is_chosen][-1]).capitalize() + f" of {of}"
     most = f", at most {duration(longest)}" if longest > _MIN_EXCESS * typical else ""
-    return f"{steps}: {duration(typical)} a step{most}; {_shares(chosen, total)}."
+    return f"{steps}: a median of {duration(typical)} a step{most}; {_shares(chosen, total)}."
 
 
 def _parts(columns: Mapping[str, wire.Ints]) -> dict[str, Floats]:
