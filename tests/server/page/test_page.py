@@ -76,11 +76,12 @@ def expect_width(visit: Visit, width: int) -> None:
     visit.page.wait_for_function("width => document.documentElement.scrollWidth === width", arg=width)
 
 
-def test_on_a_phone_the_pages_fit_its_width(browser: Any, url: str) -> None:
+def test_the_pages_fit_the_width_of_a_window_and_of_a_phone(browser: Any, url: str) -> None:
     visit = Visit(browser, url)
-    visit.page.set_viewport_size({"width": 390, "height": 844})
     visit.page.get_by_text("Rank 1 is slow in backward").wait_for()
-    expect_width(visit, 390)
+    for width in (1280, 1000, 720, 390):
+        visit.page.set_viewport_size({"width": width, "height": 844})
+        expect_width(visit, width)
     visit.page.wait_for_function("() => document.querySelector('#runs .c-finding .text')?.offsetWidth > 250")
     visit.page.get_by_role("link", name="picture").click()
     settle(visit)
