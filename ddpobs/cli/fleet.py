@@ -43,7 +43,8 @@ def fleet(
 def _lines(fleet: dict[str, Any]) -> list[str]:
     goodput = "" if fleet["goodput"] is None else f", goodput {percent(fleet['goodput'])}"
     hours = f"{_hours(fleet['rank_hours'])} rank-hours, {_hours(fleet['lost_hours'])} of them lost{goodput}"
-    lines = [f"{counted(fleet['runs'], 'run')} in {counted(fleet['weeks'], 'week')}: {hours}"]
+    weeks = counted(fleet["weeks"], "week")
+    lines = [f"{counted(fleet['runs'], 'run')} in {weeks}: {hours}" if fleet["runs"] else f"no run in {weeks}"]
     lines += [coloured(printable(f"slow host: {host['text']}"), "warning") for host in fleet["slow_hosts"]]
     lines += [coloured(printable(f"worse: {found['text']}"), "warning") for found in fleet["regressions"]]
     lines += _table("lost by cause", [_cause(cause) for cause in fleet["causes"][:_ROWS]])

@@ -338,6 +338,12 @@ def test_the_fleet_page_sums_up_the_runs(browser: Any, tmp_path: Path) -> None:
         expect(visit.page.locator("#slow-note")).to_have_text(re.compile("the hosts of 1 run were compared"))
         expect(visit.page.locator("#by_week")).to_contain_text("under 0.0001")
         expect(visit.page.locator("#causes tbody td:first-child")).to_have_text(["much"])
+        fleet |= {"runs": 0, "causes": []}
+        visit.page.reload()
+        expect(visit.page.locator("#summary")).to_have_text("No run in these weeks.")
+        expect(visit.page.locator("#causes")).to_be_hidden()
+        printed = CliRunner().invoke(main, ["fleet", "--tag", "of-no-run", "--collector", running.url])
+        assert printed.output.startswith("no run in 12 weeks\n")
         printed = CliRunner().invoke(main, ["fleet", "--collector", running.url])
         assert printed.exit_code == 0, printed.output
         assert EVIL in printed.output

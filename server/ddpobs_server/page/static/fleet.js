@@ -55,7 +55,8 @@ function showSlowHosts({ slow_hosts, compared_runs, false_alarms }) {
 function show(fleet) {
   const goodput = fleet.goodput === null ? "" : `; goodput ${percent(fleet.goodput)}`;
   const spent = `${hours(fleet.rank_hours)} rank-hours, ${hours(fleet.lost_hours)} of them lost${goodput}`;
-  byId("summary").textContent = `${fleet.runs} run${fleet.runs === 1 ? "" : "s"} took ${spent}.`;
+  const took = `${fleet.runs} run${fleet.runs === 1 ? "" : "s"} took ${spent}.`;
+  byId("summary").textContent = fleet.runs ? took : "No run in these weeks.";
   showSlowHosts(fleet);
   const unknown = fleet.missing.some((text) => text.startsWith("regressions: "));
   byId("no-regression").hidden = unknown || fleet.regressions.length > 0;
@@ -66,6 +67,7 @@ function show(fleet) {
     element("tr", {}, element("td", {}, title), number(hours(lost)), number(percent(share, 1))),
   );
   byId("causes").tBodies[0].replaceChildren(...causes);
+  byId("causes").closest("section").hidden = causes.length === 0;
   const day = (ns) => new Date(ns / 1e6).toISOString().slice(0, 10);
   showTable(
     "by_week",
