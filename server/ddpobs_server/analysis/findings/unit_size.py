@@ -63,10 +63,24 @@ def unit_size(evidence: Evidence) -> Judgement:
     divided = _gains(units, {f"{parts} units": divided_saving_ns(units, computing_ns, parts) for parts in PARTS})
     options = max(merged, divided, key=lambda gains: max((gain.step_ns for gain in gains.values()), default=0))
     if not options:
-        return []
+        return _unknown_latency(units, links)
     if reason := unsteady_reason(evidence, units):
         return [NotJudged("unit-size", reason)]
     return [_small(evidence, units, links, options) if options is merged else _large(evidence, units, links, options)]
+
+
+def _unknown_latency(units: UnitSteps, links: Mapping[str, Link]) -> Judgement:
+    """Say that small units of one size do not tell latency from bytes, if merging them might pay."""
+    at_most = dict(links)
+    for kind in {row.kind for row in units.rows}:
+        if not links[kind].is_separated and links[kind].beta_ns:
+            of_kind = [place for place, row in enumerate(units.rows) if row.kind == kind]
+            at_most[kind] = Link(float(np.median(units.moving_ns[:, of_kind])), 0.0, is_separated=False)
+    if units.gain(merged_saving_ns(units, at_most, 1e6 * LIMITS_MB[0])) is None:
+        return []
+    size = size_text(round(float(np.median(list(unit_sizes(units).values())))))
+    reason = f"units of about {size} each do not tell the latency of a collective from its bytes"
+    return [NotJudged("unit-size", reason)]
 
 
 def divided_saving_ns(units: UnitSteps, computing_ns: tuple[float, float], parts: int) -> Floats:

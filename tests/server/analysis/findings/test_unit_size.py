@@ -38,6 +38,13 @@ def test_units_whose_bytes_take_the_time_are_not_merged() -> None:
     assert unit_size(run.evidence(**FACTS)) == []
 
 
+def test_latency_that_small_units_of_one_size_do_not_tell_is_named_as_the_reason() -> None:
+    run = replace(SMALL, sizes=[MB // 10] * 16, compute_ms=[2.0] * 16)
+    (result,) = unit_size(run.evidence(**FACTS))
+    assert str(result) == "unit-size: units of about 100 kB each do not tell the latency of a collective from its bytes"
+    assert unit_size(replace(run, sizes=[4 * MB] * 16).evidence(**FACTS)) == []
+
+
 def test_the_gain_of_a_divided_model_is_what_the_run_with_its_units_saves() -> None:
     finding = only(unit_size(LARGE.evidence(**FACTS)))
     divided = replace(LARGE, sizes=[20 * MB // 8] * 8, compute_ms=[15.0] * 8)
