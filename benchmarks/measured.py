@@ -16,12 +16,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import auto_cap, causes, communication, crashes, hangs, switched
+from benchmarks import auto_cap, causes, communication, crashes, hangs, ingest_parts, switched
 from benchmarks.broken import FAULTS
 from benchmarks.diagnosis.tables import table as diagnosis_table
 from benchmarks.models import MODELS
 from benchmarks.pairs import Ratio, ratio
-from benchmarks.paper import losses, operations, order, scaling
+from benchmarks.paper import half_bytes, losses, operations, order, readiness, scaling
 from benchmarks.paper.experiments import EXPERIMENTS
 from benchmarks.paper.tables import CLAIMS_HEAD, claims
 from benchmarks.tables import change, compare, rows_of
@@ -127,7 +127,12 @@ def _grown(row: dict[str, Any]) -> list[str]:
 
 _READS = {
     "reads": {
+        "large: diagnostics, first ask": "diagnosis of 10 million spans",
+        "large: diagnostics, again": "the same again",
         "wide: diagnostics, first ask": "diagnosis of 1,024 ranks, 82 million spans",
+        "wide: a step's spans": "a step's spans of 1,024 ranks",
+        "large: a step's trace": "a step's trace of 64 ranks",
+        "both: the list of runs": "the list of runs",
     },
     "scrapes": {
         "wide: one rank sent": "`/metrics` with a run of 1,024 ranks",
@@ -135,10 +140,12 @@ _READS = {
     },
     "many-runs": {
         "the first page of the list": "the list of 5,000 runs, first page",
+        "the whole list": "the whole list of 5,000 runs",
         "a scrape without news": "`/metrics` with 5,000 runs",
     },
     "whole-run": {
         "diagnostics": "diagnosis of a million steps by 1,024 ranks",
+        "points of all ranks together": "their step times in 1,000 points",
     },
     "run-page": {
         "until the findings": "their page in Chromium, until the findings",
@@ -159,6 +166,24 @@ def _reads() -> str:
 
 def _milliseconds(found: dict[str, Any], name: str) -> float:
     return float(found[name]["median_ms"] if name in found else found[f"{name}, ms"])
+
+
+_PEAKS = {
+    "wide": "1,024 ranks, 2,000 steps",
+    "buckets": "1,024 ranks with 1,000 buckets",
+    "many": "16,384 ranks",
+    "long": "16 ranks, 50,000 steps",
+}
+"""The runs in the table of peaks, with their titles."""
+
+
+def _peaks() -> str:
+    rows = []
+    for run, reads in newest("read-peaks").items():
+        growth_mb = {path: row["growth_mb"] for path, row in reads.items() if row["status"] == 200}
+        path = max(growth_mb, key=growth_mb.__getitem__)
+        rows.append([_PEAKS[run], f"`{path.partition('?with=')[0]}`", f"{growth_mb[path]:,.0f}"])
+    return rows_of(["run", "the read that takes most", "MB"], rows)
 
 
 def _auto_caps() -> str:
@@ -197,8 +222,6 @@ def _figures(benchmark: str, names: dict[str, str]) -> Callable[[], str]:
 
 
 _PLAIN = "plain all-reduce"
-_LEFT_OUT = ("round-robin, 5 groups", "top-k, 10 %", "PowerSGD, rank 1", "cap 1", "cap 5", "cap 50")
-"""Variants that lie between those of the table."""
 
 
 def _strategies() -> str:
@@ -206,7 +229,7 @@ def _strategies() -> str:
     plain = [speed["seconds"][_PLAIN]]
     rows = []
     for name in dict.fromkeys([*speed["seconds"], *learned]):
-        if name in (_PLAIN, *_LEFT_OUT) or name.startswith("torch"):
+        if name == _PLAIN or name.startswith("torch"):
             continue
         cells = [re.sub("^cap (.+)", r"`bucket_cap_mb`: \1", name), "", "", "", ""]
         if name in speed["seconds"]:
@@ -243,8 +266,7 @@ def _compare() -> str:
 def _diagnosis(part: int) -> str:
     path = sorted(RESULTS.glob("diagnosis-*.jsonl"))[-1]
     results = [json.loads(line) for line in path.read_text().splitlines()]
-    table = diagnosis_table(results).split("\n\n")[part]
-    return "\n".join(line for line in table.splitlines() if not line.startswith("| disturbed")) + "\n"
+    return diagnosis_table(results).split("\n\n")[part] + "\n"
 
 
 def _soak() -> str:
@@ -254,14 +276,21 @@ def _soak() -> str:
 
 
 def _soak_column(found: dict[str, Any]) -> dict[str, str]:
+    more = "% more latency of a neighbour"
+    kinds = {
+        "beside": "beside that load, than alone",
+        "beside over elsewhere": "beside it, than beside it on another collector",
+        "alone once more": "alone once more (the noise)",
+    }
     return {
+        "acknowledged spans": f"{found['acknowledged_spans']:,}",
         "lost, stored twice": f"{found['lost_spans']}, {found['doubled_spans']}",
         "faults": f"{sum(found['faults'].values())}",
         "peak of the memory, MB": f"{found['peak_mb']:.0f}",
+        "most memory in each half, MB": f"{found['first_half_mb']:.0f}, {found['second_half_mb']:.0f}",
+        "internal errors": f"{sum(found['strange'].values())}",
         "median latency of a batch, 99th percentile, ms": f"{found['p50_ms']:.0f}, {found['p99_ms']:.0f}",
-        "neighbour's latency over that beside the load on another collector, %": change(
-            Ratio(**found["neighbour"]["beside over elsewhere"])
-        ),
+        **{f"{more}: {text}": change(Ratio(**found["neighbour"][kind])) for kind, text in kinds.items()},
     }
 
 
@@ -279,8 +308,7 @@ def _claims() -> str:
         for name, each in rows.items()
         for row in each
     ]
-    judged = [row for row in cells if row[-1]]
-    return _without_sizes(rows_of([CLAIMS_HEAD[0], "NAME", *CLAIMS_HEAD[1:]], judged))
+    return _without_sizes(rows_of([CLAIMS_HEAD[0], "NAME", *CLAIMS_HEAD[1:]], cells))
 
 
 def _without_sizes(table: str) -> str:
@@ -300,8 +328,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "causes": lambda: causes.table(newest("causes")),
     "compare": _compare,
     "ingest": _figures("ingest", _INGEST),
+    "ingest-parts": lambda: ingest_parts.table(newest("ingest-parts")),
     "job": _figures("job", _JOB),
     "reads": _reads,
+    "peaks": _peaks,
     "auto-caps": _auto_caps,
     "whatif": lambda: whatif.errors(newest("whatif")) + "\n",
     "soak": _soak,
@@ -310,7 +340,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "diagnosis-alarms": lambda: _diagnosis(2),
     "paper-claims": _claims,
     "paper-predictions": lambda: _without_sizes(_paper("scaling", scaling.predictions)),
+    "paper-half-bytes": lambda: _without_sizes(_paper("compression", half_bytes.table)),
     "paper-operations": partial(_paper, "operations", operations.table),
+    "paper-readiness": partial(_paper, "readiness", readiness.table),
     "paper-servers": partial(_paper, "servers", communication.traffic),
     "paper-order": lambda: order.table(newest("paper/order")["found"]),
 }
