@@ -27,10 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-PRELOADED = (
-    *("numpy", "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.utils.data"),
-    *("ddpobs.ddp", "ddpobs.telemetry"),
-)
+PRELOADED = ("numpy", "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.utils.data")
 _POLL_S = 0.02
 
 
