@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -63,7 +64,7 @@ def _patch(parallel: Any, after_init: Callable[[Any], None]) -> None:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
-        _explained[:] = [True]
+        _note_explained()
         try:
             after_init(self)
         except Exception as error:  # Telemetry never stops a training.
@@ -120,6 +121,7 @@ def _watch_optimizers(module: Any) -> None:
     Torch iterates over the hooks while it calls them, and fails if one is removed meanwhile: this one stays.
     """
     _explained.clear()
+    _note("torch")
     module.register_optimizer_step_post_hook(_explain)
 
 
@@ -129,7 +131,7 @@ def _explain(*_: object) -> None:
         _forget_place()
     if _explained or "ddpobs.horovod" in sys.modules or _was_joined():
         return
-    _explained.append(True)
+    _note_explained()
     try:
         import torch.distributed as dist
 
@@ -144,6 +146,22 @@ def _explain(*_: object) -> None:
             _print(f"no telemetry: {alone if size == 1 else unseen}")
     except Exception as error:
         _print(f"no telemetry: {error}")
+
+
+def _note_explained() -> None:
+    """Note, also for `ddpobs run`, that a module is observed or that the reason why none is was printed."""
+    _explained[:] = [True]
+    _note("explained")
+
+
+def _note(suffix: str) -> None:
+    """Leave a file for `ddpobs run`, which reads it once the command has ended."""
+    folder, launch = os.environ.get("DDPOBS_PLACES"), os.environ.get("DDPOBS_LAUNCH")
+    if folder and launch:
+        with suppress(OSError):
+            os.makedirs(folder, mode=0o700, exist_ok=True)  # noqa: PTH103
+            with open(f"{folder}/{launch}.{suffix}", "wb"):  # noqa: PTH123
+                pass
 
 
 def _forget_place() -> None:
@@ -176,7 +194,7 @@ def _patch_fully_shard(module: Any) -> None:
         if self._is_root is None:
             from ddpobs.torch_seam import fully_shard
 
-            _explained[:] = [True]
+            _note_explained()
             # Torch's next call. Its error reaches the script, for a second call raises none.
             fully_shard.initialise(self)
             try:

@@ -25,8 +25,10 @@ from ddpobs.recording.place.place_file import (
     SIZE,
     SUFFIX,
     Slot,
+    explained_file,
     hosts_file,
     identity_of,
+    imported_file,
     interrupt_file,
     is_running,
     joined_file,
@@ -103,6 +105,13 @@ class Ranks:
         """Return what a rank on this host noted of the check of the hosts: `SLOW_HOST`, 0, or None without a check."""
         return noted(self._folder, self._launch.id)
 
+    def saw_no_model(self) -> bool:
+        """Whether a process of the command imported torch, no rank joined, and none printed the reason."""
+        imported, joined, explained = (
+            file(self._folder, self._launch.id).exists() for file in (imported_file, joined_file, explained_file)
+        )
+        return imported and not (joined or explained)
+
     def note_interrupt(self) -> None:
         """Show the ranks, and whoever reports them, that SIGINT has arrived."""
         with suppress(OSError):
@@ -144,7 +153,7 @@ class Ranks:
         with suppress(OSError):
             is_needed = any(rank.path.exists() for rank in ranks if not _ended_in_order(rank))
             for launch in (self._launch.id, "*"):
-                for file in (interrupt_file, joined_file, hosts_file):
+                for file in (interrupt_file, joined_file, hosts_file, imported_file, explained_file):
                     for note in self._folder.glob(file(Path(), launch).name):
                         is_own = launch != "*" and not (is_needed and file is interrupt_file)
                         if is_own or time.time() - note.stat().st_mtime > _OLD_S:

@@ -119,6 +119,14 @@ def _after_check(checked: int | None, status: int) -> int:
     return SLOW_HOST << 8 if checked == SLOW_HOST else status
 
 
+def _explain(ranks: Ranks, status: int) -> None:
+    """Print why a command that used torch and succeeded has no run."""
+    is_quiet = os.environ.get("DDPOBS_QUIET", "").strip() == "1" or VARIABLE in os.environ
+    if status == 0 and not is_quiet and ranks.saw_no_model():
+        reason = "no process wrapped a model in DistributedDataParallel or fully_shard, or gave it to ddpobs.attach"
+        print(f"ddpobs: no telemetry: {reason}", file=sys.stderr, flush=True)  # noqa: T201
+
+
 def _let_go_of_streams(kept: list[int]) -> None:
     """Keep stderr and these: a reader of the command's output must see its end when the command closes it."""
     null = os.open(os.devnull, os.O_RDWR)
@@ -146,6 +154,7 @@ def main(  # noqa: PLR0917
     try:
         status = Supervisor(int(pid), ranks, Witness(witness_pid, (pipe[0], pipe[1])), output).run()
         status = _after_check(ranks.checked(), status)
+        _explain(ranks, status)
     except Exception as error:
         print(f"ddpobs: the command is no longer supervised: {error!r}", file=sys.stderr, flush=True)  # noqa: T201
         status = os.waitpid(int(pid), 0)[1]

@@ -149,6 +149,13 @@ def test_a_training_without_ddp_prints_once_on_rank_0_why_it_has_no_telemetry() 
     assert (done.returncode, done.stderr.splitlines()) == (0, lines)
 
 
+def test_a_command_that_used_torch_without_a_model_of_ranks_ends_with_the_reason() -> None:
+    done = run_aloud("-c", "import torch; print(torch.ones(2).sum().item())")
+    reason = "no process wrapped a model in DistributedDataParallel or fully_shard, or gave it to ddpobs.attach"
+    assert (done.returncode, done.stdout) == (0, "2.0\n")
+    assert done.stderr.splitlines() == [f"ddpobs: no telemetry: {reason}"]
+
+
 @pytest.mark.parametrize("wrap", [ddpobs.DistributedDataParallel, ddpobs.attach])
 def test_data_parallel_inside_or_instead_of_ddp_is_refused_with_advice(wrap: Callable[[Any], object]) -> None:
     with pytest.raises(DataParallelError, match="torchrun, and give the model itself to DistributedDataParallel"):

@@ -173,6 +173,16 @@ def joined_file(folder: Path, launch: str) -> Path:
     return folder / f"{launch}.joined"
 
 
+def imported_file(folder: Path, launch: str) -> Path:
+    """Return the file that exists once a process under that `ddpobs run` has imported torch."""
+    return folder / f"{launch}.torch"
+
+
+def explained_file(folder: Path, launch: str) -> Path:
+    """Return the file that exists once a rank under that `ddpobs run` has printed why it has no telemetry."""
+    return folder / f"{launch}.explained"
+
+
 def hosts_file(folder: Path, launch: str) -> Path:
     """Return the file in which a rank under that `ddpobs check-hosts` notes the result."""
     return folder / f"{launch}.hosts"
