@@ -177,11 +177,16 @@ def _filled(begun: wire.Batch, replayed: Replayed) -> Iterator[wire.Batch]:
             steps=part,
             spans=spans.select((spans.step >= first) & (spans.step <= last)),
             comms=comms.select((comms.step >= first) & (comms.step <= last)),
-            account=account.at(Tail(end_ns, last + 1, finished=True)) if is_last else None,
+            account=_account(account, end_ns, last) if is_last else None,
             events=[*begun.events] * (seq == 0) + [wire.Event(kind="goodbye", at_ns=end_ns, step=last)] * is_last,
         )
         emitted += wire.records(batch)
         yield msgspec.structs.replace(batch, emitted=emitted)
+
+
+def _account(account: Account, end_ns: int, last: int) -> wire.Account:
+    """The account of the steps; the first batch of a trace is seldom that of the training, so it is no start-up."""
+    return msgspec.structs.replace(account.at(Tail(end_ns, last + 1, finished=True)), first_batch_ns=0)
 
 
 def _start(steps: wire.Steps) -> StartUp:

@@ -94,6 +94,12 @@ def test_a_host_trace_becomes_steps_with_the_tracker_s_phases(tmp_path: Path) ->
     assert ((spans.done_ns - spans.started_ns) // 1000).tolist() == [1_000] * 3
 
 
+def test_the_first_batch_of_a_trace_is_no_start_up(tmp_path: Path) -> None:
+    (batch,) = TracedRun(numbered([kineto.read(trace(tmp_path))]), "r", "torch.profiler").batches()
+    assert batch.account is not None
+    assert (batch.account.first_batch_ns, batch.account.phases_ns[0]) == (0, 3 * 1_000_000)
+
+
 def test_files_without_a_rank_are_numbered_in_their_order(tmp_path: Path) -> None:
     unnamed = [kineto.read(trace(tmp_path, f"{index}.json", rank=None)) for index in range(2)]
     assert [one.rank for one in numbered(unnamed)] == [0, 1]
