@@ -29,6 +29,15 @@ _NO_BATCH = "no batch has arrived from it"
 _NO_ACCOUNT = "no account has arrived: an end before the first step, or an old version of ddpobs"
 
 
+def _stuck_ns(source: Source) -> int:
+    """Time without progress at the process's end, or at its latest pulse; the signal that ends a hang ends the wait."""
+    pulse, stuck = source.pulse, source.stuck_pulse
+    was_ended = source.ended in {"terminated", "died"}
+    if was_ended and not source.stuck_ns and pulse is not None and stuck is not None and pulse.step <= stuck.step + 1:
+        return stuck.idle_ns
+    return source.stuck_ns
+
+
 def processes_of(sources: Sequence[Source]) -> list[Process]:
     """Return the processes of an attempt, and one without an account for each rank that sent no batch."""
     processes = [
@@ -36,7 +45,7 @@ def processes_of(sources: Sequence[Source]) -> list[Process]:
             rank=source.rank,
             account=source.account,
             wall_offset_ns=source.anchor.wall_ns - source.anchor.monotonic_ns,
-            stuck_ns=source.stuck_ns,
+            stuck_ns=_stuck_ns(source),
             failed=source.ended not in {"", "finished", "interrupted", IMPORTED},
             reason="" if source.account else _NO_ACCOUNT,
             host=source.hello.host if source.hello else "",

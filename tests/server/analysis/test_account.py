@@ -173,6 +173,20 @@ def test_a_stuck_rank_is_not_in_a_step() -> None:
     assert (seconds(attempt)["stuck"], seconds(attempt)["open_step"]) == (50, 10)
 
 
+def test_a_rank_that_hangs_after_a_save_does_not_save() -> None:
+    outside = [
+        wire.Outside(
+            kind=kind,
+            total_ns=(ended_s - began_s) * S,
+            count=1,
+            intervals=[wire.OutsideInterval(9, 10, began_s * S, ended_s * S, (ended_s - began_s) * S)],
+        )
+        for kind, began_s, ended_s in (("checkpoint", 38, 40), ("after_checkpoint", 40, 100))
+    ]
+    (attempt,) = account_of([launch(process(0, outside=outside, steps=10, stuck_s=58), size=1)]).attempts
+    assert (seconds(attempt)["stuck"], seconds(attempt)["checkpoint"]) == (58, 4)
+
+
 def test_a_rank_whose_wall_clock_is_an_hour_ahead_is_no_idle_hour() -> None:
     ahead = replace(process(1), wall_offset_ns=3600 * S)
     (attempt,) = account_of([launch(process(0), ahead)]).attempts

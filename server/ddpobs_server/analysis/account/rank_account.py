@@ -82,14 +82,27 @@ def _process(process: Process, kept_steps: int | None) -> Parts:
         kind = _OUTSIDE_KINDS[outside.kind]
         parts[kind] = parts.get(kind, 0) + outside.total_ns
     parts["unexplained"], parts["unrecorded"] = account.between_ns, account.unrecorded_ns
-    parts["stuck"] = min(process.stuck_ns, account.open_step_ns)
-    last_step_ns = account.open_step_ns - parts["stuck"]
+    in_step_ns = min(process.stuck_ns, account.open_step_ns)
+    saved_ns = min(_work_after_save(account), process.stuck_ns - in_step_ns)
+    parts["stuck"] = in_step_ns + saved_ns
+    parts["checkpoint"] = parts.get("checkpoint", 0) - saved_ns
+    last_step_ns = account.open_step_ns - in_step_ns
     if kept_steps is not None:
         parts["repeated_steps"] = parts.get("repeated_steps", 0) + last_step_ns
     else:
         parts["unfinished_step" if process.failed else "open_step"] = last_step_ns
     remainder = "finish" if account.finished else "unexplained"
     return _fitted(parts, process.until_ns - process.began_ns, remainder)
+
+
+def _work_after_save(account: wire.Account) -> int:
+    """Time since the latest save if at most the open step followed it: a rank that hangs then does not save."""
+    intervals = [(interval, each.kind) for each in account.outside for interval in each.intervals]
+    latest, kind = max(intervals, key=lambda item: item[0].ended_ns, default=(None, ""))
+    is_open = (
+        latest is not None and latest.ended_ns >= account.until_ns - account.open_step_ns and kind == "after_checkpoint"
+    )
+    return latest.ended_ns - latest.began_ns if latest is not None and is_open else 0
 
 
 def _start_up(account: wire.Account) -> Parts:
