@@ -1,7 +1,7 @@
 """The evidence of a finding in sentences: what each figure means, and its value with its unit.
 
-The meanings are those of the docstrings of the facts. Zeros and unknown values are left out, and so are texts that the
-finding's parts have already.
+The meanings are those of the docstrings of the facts. Zeros and unknown values are left out, and so are an excess below
+zero and texts that the finding's parts have already.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, list | tuple):
         return _listed([_text(name, inner) or "0" for inner in value if not hasattr(inner, "__dataclass_fields__")])
     if isinstance(value, int | float):
-        return _number(name, value)
+        return "" if value < 0 and "excess" in name else _number(name, value)
     return str(value)
 
 
 def _entry(name: str, key: str, value: Any) -> str:
     """A value of a mapping with its key; a number is a rank. Empty without a value."""
-    text = _text(key if key.endswith("_ns") else name, value)
+    text = _text(f"{name}_{key}" if key.endswith("_ns") else name, value)
     label = f"rank {key}" if key.isdigit() else re.sub(r"_ns$", "", key).replace("_", " ")
     return f"{label} {text}" if text else ""
 

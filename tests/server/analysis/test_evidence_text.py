@@ -55,6 +55,11 @@ def test_a_figure_is_its_meaning_and_its_value_with_a_unit_and_zeros_are_left_ou
     ]
 
 
+def test_an_excess_below_zero_is_left_out() -> None:
+    facts = _Facts(-407, None, {0: -2}, {}, 0, 0, 0, [], False, "")
+    assert evidence_sentences(facts) == ["Median own time by rank: rank 0 -2 ns."]
+
+
 def test_every_fact_of_the_findings_has_a_meaning() -> None:
     for facts in FACTS:
         assert "Attributes:" in (facts.__doc__ or ""), facts
