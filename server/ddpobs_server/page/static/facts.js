@@ -22,11 +22,17 @@ export function showFacts(details, shown, attempts, ranks) {
     `${counts.ranks} of ${counts.world_size} ranks${hosts ? ` on ${counted(hosts, "host")}` : ""}`,
     counted(counts.steps, "step"),
     attempts.length > 1 ? `attempt ${shown ? shown.ordinal + 1 : attempts.length} of ${attempts.length}` : "",
-    details.modules.length ? `model ${details.modules.map(({ name }) => name).join(", ")}` : "",
+    models(details.modules),
     ...timesOf(details.hello?.settings.imported, counts, shown),
   ];
   const text = ` · ${facts.filter(Boolean).join(" · ")}`;
   byId("facts").replaceChildren(element("span", { class: `state ${state}` }, state), text);
+}
+
+// An imported file has no class of its model, which is then named `model`.
+function models(modules) {
+  const names = modules.map(({ name }) => name).filter((name) => name !== "model");
+  return names.length ? `model ${names.join(", ")}` : "";
 }
 
 // When a run trained, and when it was last seen. A trace may have no time of day; imported dumps have no step.
@@ -71,18 +77,18 @@ function activity({ state, goodbye, ended, pulse, stuck_pulse, last_seen_ns }, l
   if (goodbye) return "finished";
   if (ended === "imported") return pulse?.waits_in ? `waits in ${pulse.waits_in} (${pulse.place})` : "in no collective";
   if (ended in ENDS) {
-    const stuck = isStuckAtEnd(pulse, stuck_pulse) ? `${stuckFor(stuck_pulse)}, then ` : "";
+    const stuck = isStuckAtEnd(pulse, stuck_pulse) ? `stuck${at(stuck_pulse)}, then ` : ""; // The finding has its time.
     return `${stuck}${ENDS[ended]} (${ago(last_seen_ns)})`;
   }
   if (!pulse) return ago(last_seen_ns);
   // The bucket is null before the first launch.
   const bucket = pulse.bucket === null ? "" : `, ${bucketTitle(layouts, pulse.module ?? 0, pulse.bucket)}`;
-  const stuck = state === "hung" ? `${stuckFor(pulse)}: ` : "";
+  const stuck = state === "hung" ? `stuck for ${(pulse.idle_ns / 1e9).toFixed(0)} s${at(pulse)}: ` : "";
   return `${stuck}${pulse.phase.replace("_", " ")}, step ${pulse.step}${bucket} (${ago(last_seen_ns)})`;
 }
 
-function stuckFor({ idle_ns, place }) {
-  return `stuck for ${(idle_ns / 1e9).toFixed(0)} s${place && ` at ${place}`}`;
+function at({ place }) {
+  return place && ` at ${place}`;
 }
 
 // Whether a rank's end came before it went on from its last stuck pulse. As in `ddpobs stacks`.
