@@ -174,16 +174,17 @@ def test_a_stuck_rank_is_not_in_a_step() -> None:
 
 
 def test_a_rank_that_hangs_after_a_save_does_not_save() -> None:
+    saved, after = (
+        wire.OutsideInterval(9, 10, 38 * S, 40 * S, 2 * S),
+        wire.OutsideInterval(9, 10, 40 * S, 99 * S, 59 * S),
+    )
     outside = [
-        wire.Outside(
-            kind=kind,
-            total_ns=(ended_s - began_s) * S,
-            count=1,
-            intervals=[wire.OutsideInterval(9, 10, began_s * S, ended_s * S, (ended_s - began_s) * S)],
-        )
-        for kind, began_s, ended_s in (("checkpoint", 38, 40), ("after_checkpoint", 40, 100))
+        wire.Outside(kind="checkpoint", total_ns=2 * S, count=1, intervals=[saved]),
+        wire.Outside(kind="after_checkpoint", total_ns=59 * S, count=1, intervals=[after]),
     ]
-    (attempt,) = account_of([launch(process(0, outside=outside, steps=10, stuck_s=58), size=1)]).attempts
+    (attempt,) = account_of(
+        [launch(process(0, outside=outside, steps=10, stuck_s=58, open_step_ns=S), size=1)]
+    ).attempts
     assert (seconds(attempt)["stuck"], seconds(attempt)["checkpoint"]) == (58, 4)
 
 
