@@ -32,7 +32,7 @@ class TimeOutsideStepsFacts(Facts):
 
     Attributes:
         wall_ns: Wall time of a rank.
-        lost_ns: Time of a rank that the cause takes.
+        lost_ns: Time that the cause and the waits for it take, as the mean of the ranks.
         goodput: Share of the wall time in steps that no restart repeated; None if it is not known.
         shares_of_run: Share of each part.
         titles: Title of each part.
