@@ -99,7 +99,7 @@ def _rows() -> list[Row]:
                     bounds=(0.9, 0.5),
                 ),
                 bars(
-                    "GPU-hours lost",
+                    "Rank-hours lost, by run",
                     f"topk({TOP}, {lost})",
                     "h",
                     "Hours of all ranks outside of productive steps, from goodput and the time in steps. "
@@ -107,7 +107,7 @@ def _rows() -> list[Row]:
                     legend="{{run}}",
                 ),
                 bars(
-                    "GPU-hours spent waiting for the last rank",
+                    "Rank-hours waiting for the last rank, by run",
                     f"topk({TOP}, {waited})",
                     "h",
                     "Hours in which ranks waited for the slowest one, in the compared steps. Small is good.",
