@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import auto_cap, causes, communication, crashes, hangs, ingest_parts, switched
+from benchmarks import auto_cap, causes, communication, crashes, hangs, ingest_parts, switched, unit_advice
 from benchmarks.broken import FAULTS
 from benchmarks.diagnosis.tables import table as diagnosis_table
 from benchmarks.models import MODELS
@@ -333,6 +333,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "reads": _reads,
     "peaks": _peaks,
     "auto-caps": _auto_caps,
+    "unit-advice": lambda: unit_advice.report(newest("unit-advice")) + "\n",
     "whatif": lambda: whatif.errors(newest("whatif")) + "\n",
     "soak": _soak,
     "strategies": _strategies,

@@ -48,18 +48,23 @@ class Setting:
 
 @dataclass(frozen=True)
 class Case:
-    """A training, the finding that it has, and the training that follows the finding's advice."""
+    """A training, the finding that it has, and the training that follows the finding's advice.
+
+    Attributes:
+        delay_s: Delay of the link in each direction.
+    """
 
     code: str
     given: Setting
     changed: Setting
+    delay_s: float = 0.0
 
 
 _LATE = Setting(units=8, width=800, head=100, rows=16, wait_s=0.02)
 _SMALL = Setting(units=32, width=150, head=2000, rows=16)
 CASES = {
     "all-gathers earlier": Case("prefetch-missing", _LATE, replace(_LATE, early=True)),
-    "units merged": Case("unit-size", _SMALL, replace(_SMALL, merged=_SMALL.units)),
+    "units merged, link of 2 ms": Case("unit-size", _SMALL, replace(_SMALL, merged=_SMALL.units), delay_s=0.002),
 }
 
 
@@ -75,7 +80,7 @@ def measure(setting: Setting, run: str, network: Links, url: str, steps: int) ->
             ranks=2,
             folder=folder,
             environ=environ,
-            namespaces=network.namespaces,
+            namespaces=lambda rank: network.namespaces(rank, "net", "uts"),
             master=address(0),
         ) as ranks:
             if any(process.wait(_TIMEOUT_S) for process in ranks.processes):
@@ -111,6 +116,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     ):
         for number, (name, case) in enumerate(CASES.items()):
             rows = []
+            network.set_delay(case.delay_s)
             for turn in range(options.rounds):
                 arms = [("given", case.given), ("changed", case.changed)]
                 order.shuffle(arms)

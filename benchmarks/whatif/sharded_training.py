@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,9 +15,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from ddpobs import attach
-
-_CLONE_NEWUTS = 0x04000000
-"""Of `linux/sched.h`."""
 
 
 class _Wait(torch.autograd.Function):
@@ -79,16 +73,8 @@ def _gathering(unit: Any) -> Callable[..., None]:
     return begin
 
 
-def _become_host(rank: str) -> None:
-    """Give the process a name of a host of its own, as its network namespace is one; needs root."""
-    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWUTS):
-        raise OSError(ctypes.get_errno(), "unshare")
-    socket.sethostname(f"host{rank}")
-
-
 def train(setting: dict[str, Any]) -> None:
     """Train for `steps` steps."""
-    _become_host(os.environ["RANK"])
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")

@@ -86,7 +86,7 @@ def test_advice_about_units_is_followed(tmp_path: Path) -> None:
     output = run("unit_advice", "--json", str(tmp_path / "results.json"))
     results = json.loads((tmp_path / "results.json").read_text())
     assert [len(rows) for rows in results.values()] == [1, 1]
-    assert "\n| units merged | " in output
+    assert "\n| units merged, link of 2 ms | " in output
 
 
 def test_dropped_layers_are_compared_with_a_search_for_unused_parameters() -> None:
