@@ -8,7 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -61,8 +61,9 @@ def collector(*replies: Callable[[str], Reply], port: int = 0, tls: ssl.SSLConte
             self.send_response(code)
             for name, value in {**headers, "Content-Length": str(len(text))}.items():
                 self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(text)
+            with suppress(ConnectionError):  # The client may have gone.
+                self.end_headers()
+                self.wfile.write(text)
 
         def log_message(self, *args: object) -> None:
             pass
