@@ -209,7 +209,7 @@ def _measure(times: _Times, by_collective_ns: dict[str, int] | None) -> str:
     if by_collective_ns is None:
         return f"{duration(times.moving_ns)} a step that backward does not hide"
     parts = ", ".join(f"{collective_title(kind)} {duration(ns)}" for kind, ns in by_collective_ns.items())
-    return f"{duration(times.moving_ns)} a step that computation does not hide: {parts}"
+    return f"{duration(times.moving_ns)} a step that computation does not hide; in the median step {parts}"
 
 
 def _link_facts(evidence: Evidence, replay: Replay) -> dict[str, Any]:
