@@ -125,7 +125,7 @@ def test_report_prints_the_parts_of_a_finding_with_control_characters_escaped() 
 
 
 def test_report_without_a_run_is_about_the_newest() -> None:
-    summary = "Too short to judge: 32 steps are needed, 9 are there."
+    summary = "Too short to judge: 9 of 32 steps."
     diagnostics = {"run": "new", "summary": summary, "findings": [], "missing": []}
     answers = {
         "/api/v1/runs?limit=1": {"runs": [{"run": "new"}], "next": "x"},

@@ -68,7 +68,7 @@ def test_a_long_part_is_wrapped_and_a_page_of_text_ends_early() -> None:
 
 
 def test_without_findings_the_box_has_the_verdict_alone() -> None:
-    summary = "Too short to judge: 32 steps are needed, 12 are there."
+    summary = "Too short to judge: 12 of 32 steps."
     assert rows([], [], summary) == [summary, ADDRESS]
     assert rows([finding(code="scaling-loss")], [], summary) == [summary, ADDRESS]
 

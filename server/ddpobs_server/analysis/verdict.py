@@ -50,12 +50,9 @@ def verdict_of(evidence: Evidence, findings: Sequence[Finding], steps: int, *, i
     if steps >= 2 * needed:
         text = f"Not compared: own times of all ranks are known in {there} of {steps:,} steps, {needed} are needed."
         return Verdict("not-compared", text)
-    counts = f"{needed} steps are needed, {there} {'is' if there == 1 else 'are'} there."
-    return (
-        Verdict("too-short", f"Too short to judge: {counts}")
-        if is_over
-        else Verdict("too-early", f"Too early: {counts}")
-    )
+    if is_over:
+        return Verdict("too-short", f"Too short to judge: {there} of {needed} steps.")
+    return Verdict("too-early", f"Too early: {needed} steps are needed, {there} {'is' if there == 1 else 'are'} there.")
 
 
 def _well(joined: JoinedSteps) -> str:

@@ -13,7 +13,7 @@ from tests.support.analysis.scenario import columns, evidence_of, noiseless
     ("is_over", "kind", "text"),
     [
         (False, "too-early", "Too early: 32 steps are needed, 12 are there."),
-        (True, "too-short", "Too short to judge: 32 steps are needed, 12 are there."),
+        (True, "too-short", "Too short to judge: 12 of 32 steps."),
     ],
 )
 def test_a_run_with_too_few_steps_is_too_early_or_too_short(is_over: bool, kind: str, text: str) -> None:

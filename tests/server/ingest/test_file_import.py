@@ -77,7 +77,7 @@ def test_a_trace_has_the_times_that_it_covers_and_not_that_of_its_upload(
     assert listed["duration_ns"] == took_ns
     report = httpx.get(f"{shared.url}/api/v1/runs/{run}/report.html").text
     summary = get(shared.url, f"/runs/{run}/diagnostics")["summary"]
-    assert summary == "Too short to judge: 32 steps are needed, 3 are there."  # They are the steps 5 to 7.
+    assert summary == "Too short to judge: 3 of 32 steps."  # They are the steps 5 to 7.
     assert "<dt>recorded</dt><dd>2023-11-14 22:13:20" in report
     assert "<dt>uploaded</dt>" in report
 

@@ -70,7 +70,7 @@ def unit_size(evidence: Evidence) -> Judgement:
 
 
 def _unknown_latency(units: UnitSteps, links: Mapping[str, Link]) -> Judgement:
-    """Say that small units of one size do not tell latency from bytes, if merging them might pay."""
+    """Say that latency is not known apart from the bytes' time, if merging the small units of one size might pay."""
     at_most = dict(links)
     for kind in {row.kind for row in units.rows}:
         if not links[kind].is_separated and links[kind].beta_ns:
@@ -79,7 +79,7 @@ def _unknown_latency(units: UnitSteps, links: Mapping[str, Link]) -> Judgement:
     if units.gain(merged_saving_ns(units, at_most, 1e6 * LIMITS_MB[0])) is None:
         return []
     size = size_text(round(float(np.median(list(unit_sizes(units).values())))))
-    reason = f"units of about {size} each do not tell the latency of a collective from its bytes"
+    reason = f"all units have about {size}: the latency of a collective is not known apart from the time of its bytes"
     return [NotJudged("unit-size", reason)]
 
 

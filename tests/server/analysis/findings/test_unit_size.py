@@ -41,7 +41,8 @@ def test_units_whose_bytes_take_the_time_are_not_merged() -> None:
 def test_latency_that_small_units_of_one_size_do_not_tell_is_named_as_the_reason() -> None:
     run = replace(SMALL, sizes=[MB // 10] * 16, compute_ms=[2.0] * 16)
     (result,) = unit_size(run.evidence(**FACTS))
-    assert str(result) == "unit-size: units of about 100 kB each do not tell the latency of a collective from its bytes"
+    reason = "all units have about 100 kB: the latency of a collective is not known apart from the time of its bytes"
+    assert str(result) == f"unit-size: {reason}"
     assert unit_size(replace(run, sizes=[4 * MB] * 16).evidence(**FACTS)) == []
 
 
