@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from email.message import Message
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 Reply = tuple[int, dict[str, str], bytes]
@@ -82,7 +83,11 @@ def collector(*replies: Callable[[str], Reply], port: int = 0, tls: ssl.SSLConte
         server.server_close()
 
 
+@cache
 def absent() -> str:
-    """Return the address of a port without a listener."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"http://127.0.0.1:{server.getsockname()[1]}"
+    """Return an address that refuses connections: its port is held, without a listener, until the process ends."""
+    held = socket.socket()
+    held.bind(("127.0.0.1", 0))
+    port = held.getsockname()[1]
+    held.detach()
+    return f"http://127.0.0.1:{port}"
