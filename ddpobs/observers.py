@@ -86,6 +86,17 @@ UNRECORDED: OwnWait = _Unrecorded()
 """Takes the waits for collectives that a door stamps where it launches them: they cost no call of telemetry."""
 
 
+class OwnWaits(Protocol):
+    """The waits of the process.
+
+    Attributes:
+        own: Takes the waits for collectives while they are a door's own, none of which is recorded as the user's; None
+            while they are the user's.
+    """
+
+    own: OwnWait | None
+
+
 class GradientSource(Protocol):
     """Follows the gradients of one module.
 
@@ -125,6 +136,11 @@ class BackwardObserver(Protocol):
     @property
     def now(self) -> Callable[[], Stamp]:
         """Take a stamp: nanoseconds of `time.monotonic_ns` on the host, an event of the current stream on CUDA."""
+        ...
+
+    @property
+    def waits(self) -> OwnWaits:
+        """The waits of the process. A door that launches collectives claims them around each launch."""
         ...
 
     def layout(self, buckets: list[wire.Bucket], comm: str) -> None:
@@ -220,10 +236,6 @@ class PlaceObserver(Protocol):
 
     def buffers_began(self) -> Stamp:
         """Count the broadcast of buffers that begins, and return its stamp."""
-        ...
-
-    def own_wait(self, wait: OwnWait | None) -> None:
-        """Until a call with None, collectives are the door's own: none is recorded as the user's."""
         ...
 
     def waiting_began(self, phase: str = "exposed_comm") -> bool:

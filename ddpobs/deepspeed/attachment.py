@@ -157,11 +157,11 @@ class EngineAttachment:
     def communicate(self, kind: str, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
         """Stamp a collective of the engine's."""
         transfer = self._start(kind, arguments)
-        self._recorder.own_wait(UNRECORDED)
+        self._recorder.waits.own = UNRECORDED
         try:
             work = call()
         finally:
-            self._recorder.own_wait(None)
+            self._recorder.waits.own = None
         if transfer is None:
             return work
         if work is None:
@@ -300,11 +300,11 @@ class StampedWork:
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         """Wait as the work does."""
         self._transfer.wait_began()
-        self._recorder.own_wait(UNRECORDED)
+        self._recorder.waits.own = UNRECORDED
         try:
             return self._work.wait(*args, **kwargs)
         finally:
-            self._recorder.own_wait(None)
+            self._recorder.waits.own = None
             self._transfer.wait_ended()
 
 

@@ -1,15 +1,13 @@
 """The telemetry of a model that torch's FSDP2 shards: its units' collectives take the place of DDP's buckets.
 
-Torch calls a unit to gather its parameters, to use them, and to reduce their gradients. These methods are wrapped.
-During the call the unit's communication object is wrapped too, as `set_custom_all_gather` would replace it: it forwards
-the call and stamps it. So the result is the same to the bit, and a communication object of the user's is kept.
+Torch calls a unit to gather its parameters, to use them, and to reduce their gradients. These methods are wrapped, and
+forward each call to torch: the result is the same to the bit, and a communication object of the user's is kept.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,20 +16,19 @@ from ddpobs import config as settings
 from ddpobs import telemetry, wire
 from ddpobs.errors import DdpobsError
 from ddpobs.fsdp.class_patches import UnitPatches
-from ddpobs.fsdp.passes import AllReduceWait, OtherTransfer, Pass, Stamped, Transfer
-from ddpobs.fsdp.units import GATHER, GATHER_AGAIN, REDUCE, SCATTER, UnitLayout
+from ddpobs.fsdp.passes import Pass, Passes
+from ddpobs.fsdp.unit_collectives import UnitCollectives
+from ddpobs.fsdp.units import UnitLayout
 from ddpobs.never_raises import goes_on_without, never_raises
-from ddpobs.observers import UNRECORDED, ModuleObserver
+from ddpobs.observers import ModuleObserver
 from ddpobs.torch_seam import fully_shard
-from ddpobs.torch_seam.interpreter_exit import rest_at_exit, stay_in_interpreter
+from ddpobs.torch_seam.interpreter_exit import rest_at_exit
 from ddpobs.torch_seam.modes import unseen
 from ddpobs.torch_seam.patching import skip_in_dynamo
 
 _by_root: weakref.WeakKeyDictionary[Any, FullyShardedAttachment] = weakref.WeakKeyDictionary()
-_by_unit: weakref.WeakKeyDictionary[Any, FullyShardedAttachment] = weakref.WeakKeyDictionary()
+_by_unit: weakref.WeakKeyDictionary[Any, UnitCollectives] = weakref.WeakKeyDictionary()
 _patches = UnitPatches(_by_root, _by_unit)
-_MAX_PASSES = 1024
-"""Passes without a reduction that are kept, as micro-batches of one step. Not every forward has a backward."""
 _SETTINGS: dict[str, wire.Scalar] = {"reducer": "fully_shard"}
 
 
@@ -95,7 +92,7 @@ class FullyShardedAttachment:
 
     @unseen
     def __init__(self, model: torch.nn.Module, recorder: ModuleObserver) -> None:
-        self._recorder, self._now = recorder, recorder.now
+        self._recorder, self._passes = recorder, Passes(recorder)
         rest_at_exit()
         self._state = weakref.ref(fully_shard.state_of(model))
         units = fully_shard.units_of(model)
@@ -107,19 +104,10 @@ class FullyShardedAttachment:
         self.forwards = 0
         self._trains = False
         """Whether the root's latest forward has gradients."""
-        self._layout: UnitLayout | None = None
-        self._blocks = units[0].device.type == "cpu"
-        """A collective without a work blocks the thread that launches it; on a device only its stream."""
-        self._pass: Pass | None = None
-        self._earlier: list[Pass] = []
-        """Passes since the last reduction, such as micro-batches whose gradients are not reduced."""
-        self._last_ready: Any = 0
-        """Stamp of the latest gradients that torch reduces in the backward under way; 0 before the first ones."""
-        self._scattered: int | None = None
-        """Row of the reduce-scatter launched last on a device, which the next unit's waits for."""
+        self._has_layout = False
         self._stop_listening = recorder.on_backward_end(self._backward_ended)
         _by_root[fully_shard.state_of(model)] = self
-        _by_unit.update(dict.fromkeys(units, self))
+        _by_unit.update({unit: UnitCollectives(unit, self, self._passes, recorder) for unit in units})
         self._finalizer = weakref.finalize(model, telemetry.forget, recorder, self._stop_listening)
         self._finalizer.atexit = False
 
@@ -127,10 +115,10 @@ class FullyShardedAttachment:
         """Remove the telemetry completely."""
         self._stop_listening()
         self._finalizer.detach()
-        for registry, held in ((_by_unit, self._units), (_by_root, [self._state])):
-            for each in held:
-                if (key := each()) is not None:  # The model may be garbage-collected.
-                    registry.pop(key, None)
+        for unit in self._living_units():
+            _by_unit.pop(unit, None)
+        if (state := self._state()) is not None:  # The model may be garbage-collected.
+            _by_root.pop(state, None)
         telemetry.leave(self._recorder)
         if not _by_root:
             _patches.remove()
@@ -139,62 +127,35 @@ class FullyShardedAttachment:
 
     def forward_began(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Record that the root's forward was called."""
-        if self._layout is None:
-            self._report_layout()
+        if not self._has_layout:
+            self.report_layout()
         self._trains = torch.is_grad_enabled()
         self.forwards += self._trains
         self._recorder.forward_began(inputs, named)
         if self._recorder.waits_for_forward:
             self._recorder.replicas_ready()
 
-    def gather(self, unit: Any, call: Callable[[], Any]) -> Any:
-        """Stamp the unit's all-gather, if torch launches one."""
-        if fully_shard.is_gathered(unit):
-            return call()
-        comm, kind = unit._all_gather_comm, _gather_kind()
-        is_trained = kind == GATHER_AGAIN or self._is_trained()
-        unit._all_gather_comm = _Stamped(
-            comm, lambda: self._start(unit, kind) if is_trained else OtherTransfer(self._recorder)
-        )
-        self._recorder.own_wait(UNRECORDED)
-        try:
-            return call()
-        finally:
-            self._recorder.own_wait(None)
-            unit._all_gather_comm = comm
-
-    def _is_trained(self) -> bool:
+    def is_trained(self) -> bool:
         """Whether a forward has gradients; a reentrant checkpoint disables them within the root's forward."""
+        if torch.is_grad_enabled():
+            return True
         state = self._state()
-        return torch.is_grad_enabled() or (self._trains and state is not None and fully_shard.is_in_forward(state))
+        return self._trains and state is not None and fully_shard.is_in_forward(state)
 
-    def use(self, unit: Any, call: Callable[[], Any]) -> Any:
-        """Stamp the wait for the unit's all-gather, if there is one."""
-        if not fully_shard.is_gathering(unit):
-            return call()
-        self._wait_for_gather(unit)
-        self._recorder.own_wait(UNRECORDED)
-        try:
-            return call()
-        finally:
-            self._recorder.own_wait(None)
-
-    def reduce(self, unit: Any, call: Callable[[], Any]) -> Any:
-        """Stamp the unit's reduce-scatter and its all-reduce over replicas, if torch launches them."""
-        ready, comm = self._now(), unit._reduce_scatter_comm
-        if fully_shard.reduces(unit):
-            self._last_ready = ready
-        reduction = AllReduceWait(lambda: self._start(unit, REDUCE))
-        # The all-reduce over replicas follows the reduce-scatter.
-        unit._reduce_scatter_comm = _Stamped(
-            comm, lambda: self._start(unit, SCATTER, ready), lambda: self._recorder.own_wait(reduction)
-        )
-        self._recorder.own_wait(UNRECORDED if fully_shard.shards(unit) else reduction)
-        try:
-            return call()
-        finally:
-            self._recorder.own_wait(None)
-            unit._reduce_scatter_comm = comm
+    @never_raises
+    @unseen
+    def report_layout(self) -> None:
+        """Report the units and give them their rows, once torch knows their names and types."""
+        state = self._state()
+        if state is None or not fully_shard.is_initialised(state):
+            return
+        units = self._living_units()
+        layout = UnitLayout(units)
+        self._has_layout, self._passes.rows = True, len(layout.buckets)
+        self._recorder.layout(layout.buckets, "fully_shard")
+        for unit, rows in zip(units, layout.rows, strict=True):
+            _by_unit[unit].rows = rows
+        self._follow_gradients(units)
 
     def backward_ended(self) -> None:
         """Close the pass of a backward that was not called by torch's function."""
@@ -211,107 +172,40 @@ class FullyShardedAttachment:
 
     # ------------------------------------------------------------------ from the stamps to a record
 
-    @never_raises
-    def _start(self, unit: Any, kind: str, ready: Any = 0) -> Stamped | None:
-        """Begin to stamp a collective; None before torch knows the units' names.
-
-        Training may let units reshard after the layout was reported. Their all-gathers in backward have no row.
-        """
-        if self._layout is None:
-            self._report_layout()
-        if self._layout is None:
-            return None
-        row = self._layout.rows.get((id(unit), kind))
-        if row is None:
-            return OtherTransfer(self._recorder)
-        current = self._current(row)
-        if ready:
-            self._wait_for_scatter(current, row, ready)
-        transfer = Transfer(current, row, self._now, self._blocks)
-        self._recorder.bucket_launched(row)
-        transfer.began()
-        return transfer
-
-    def _current(self, row: int) -> Pass:
-        """The pass under way; a new one if this collective was launched in it before."""
-        if self._pass is not None and self._pass.has(row):
-            self._keep()
-        if self._pass is None:
-            assert self._layout is not None
-            self._pass = Pass(len(self._layout.buckets))
-            self._recorder.reduction_began(self._pass.launched_ns, self._pass.done_ns)
-        return self._pass
-
-    def _keep(self) -> None:
-        """Keep the pass for the record of the step, and begin another one."""
-        if self._pass is not None:
-            self._earlier = [*self._earlier[1 - _MAX_PASSES :], self._pass]
-        self._pass, self._scattered = None, None
-
-    def _wait_for_scatter(self, current: Pass, row: int, ready: Any) -> None:
-        """On a device a unit's gradients wait until those of the unit before it are reduced."""
-        current.ready_ns[row] = ready
-        if not self._blocks:
-            if self._scattered is not None:
-                current.waited_from_ns[self._scattered] = ready
-            self._scattered = row
-
-    @never_raises
-    def _wait_for_gather(self, unit: Any) -> None:
-        current, layout = self._pass, self._layout
-        if current is None or layout is None:
-            return
-        row = layout.rows.get((id(unit), _gather_kind()))
-        if row is not None and current.has(row) and not current.waited_from_ns[row]:
-            current.waited_from_ns[row] = self._now()
+    def _living_units(self) -> list[Any]:
+        return [unit for each in self._units if (unit := each()) is not None]
 
     def _backward_ended(self, raised: bool) -> None:
         if torch._C._current_graph_task_id() >= 0:  # A checkpoint's backward inside the model's has ended.
             return
         if raised:
-            self._abandon()
+            self._passes.abandon()
         else:
             self._finish()
-
-    def _abandon(self) -> None:
-        """Drop the stamps of a backward that raised, and of its forward. Earlier passes belong to the open step."""
-        self._pass, self._scattered, self._last_ready = None, None, 0
 
     @never_raises
     def _finish(self) -> None:
         """Record the passes since the last reduction, if this backward reduced gradients."""
-        last_ready, self._last_ready = self._last_ready, 0
-        self._keep()
+        passes, last_ready = self._passes.end()
         if not last_ready:
             return
-        passes: list[Pass | None] = [*self._earlier]
-        self._earlier = []
-        for each in passes or [None]:
+        taken: list[Pass | None] = [*passes] or [None]  # A single rank launches nothing.
+        for each in taken:
             record = self._recorder.backward(counted=each is not None)
             if record is None:
                 continue
             record.parameter_ready_ns = None
-            if each is not None:
+            if each is None:
+                record.last_ready = last_ready
+            else:
                 record.ready_ns, record.launched_ns, record.done_ns = each.ready_ns, each.launched_ns, each.done_ns
                 record.waited_from_ns = each.waited_from_ns
-            else:  # A single rank launches nothing.
-                record.last_ready = last_ready
             self._recorder.finished(record)
 
-    @never_raises
-    @unseen
-    def _report_layout(self) -> None:
-        """Report the units once torch knows their names and types."""
-        state = self._state()
-        if state is not None and fully_shard.is_initialised(state):
-            self._layout = UnitLayout([unit for each in self._units if (unit := each()) is not None])
-            self._recorder.layout(self._layout.buckets, "fully_shard")
-            self._follow_gradients()
-
-    def _follow_gradients(self) -> None:
+    def _follow_gradients(self, units: list[Any]) -> None:
         """Let optimizer steps be looked at that use gradients of parameters outside of every unit."""
         model = self._model()
-        held = {id(shard) for each in self._units if (unit := each()) for shard in fully_shard.shards_of(unit)}
+        held = {id(shard) for unit in units for shard in fully_shard.shards_of(unit)}
         for name, parameter in [] if model is None else model.named_parameters():
             if id(parameter) in held:
                 self.parameters.append(parameter)
@@ -319,57 +213,5 @@ class FullyShardedAttachment:
             else:
                 self.unreduced_parameters.append((name, parameter))
         self._recorder.follow_gradients(self)
-        units = [unit for each in self._units if (unit := each()) is not None]
         if (ranks := fully_shard.replica_ranks(units)) is not None:
             self._recorder.compare_replicas(self.parameters, self.names, ranks)
-
-
-def _gather_kind() -> str:
-    """Kind of an all-gather that is launched or waited for now: in a backward parameters are gathered again."""
-    return GATHER_AGAIN if torch._C._current_graph_task_id() >= 0 else GATHER
-
-
-class _Stamped:
-    """A unit's communication object with its call stamped; memory is that of the inner one.
-
-    Args:
-        inner: Torch's object or the user's.
-        start: Begins to stamp the collective; None if it is not recorded.
-        after: Called after it.
-    """
-
-    def __init__(
-        self, inner: Any, start: Callable[[], Stamped | None], after: Callable[[], object] = lambda: None
-    ) -> None:
-        self._inner, self._start, self._after = inner, start, after
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        transfer, is_async = self._start(), kwargs.get("async_op", False)
-        if transfer is not None and is_async:
-            transfer.goes_on()
-        work = self._inner(*args, **kwargs)
-        self._after()
-        if transfer is None:
-            return work
-        if work is None or not is_async:
-            transfer.ended()
-        else:
-            _follow(work, transfer)
-        return work
-
-
-@never_raises
-def _follow(work: Any, transfer: Stamped) -> None:
-    """Stamp the completion of a work; not every backend's, nor every user's, has a future."""
-    work.get_future().add_done_callback(_ending(transfer))
-
-
-def _ending(transfer: Stamped) -> Callable[[Any], None]:
-    def stamp(_: Any) -> None:
-        transfer.ended()
-        stay_in_interpreter()
-
-    return stamp

@@ -1,4 +1,4 @@
-"""Patches of torch's classes of units that report to a model's attachment, if it has one. The models stay unchanged."""
+"""Patches of torch's classes of units that report to the attached model and its units. The models stay unchanged."""
 
 from __future__ import annotations
 
@@ -9,23 +9,11 @@ from ddpobs.torch_seam import fully_shard
 from ddpobs.torch_seam.patching import Patches
 
 
-class Attached(Protocol):
-    """Receives the calls of one model's units."""
+class AttachedModel(Protocol):
+    """Receives the calls of one model's root."""
 
     def forward_began(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Record that the root's forward was called."""
-        ...
-
-    def gather(self, unit: Any, call: Callable[[], Any]) -> Any:
-        """Call torch's function, which may launch the unit's all-gather."""
-        ...
-
-    def use(self, unit: Any, call: Callable[[], Any]) -> Any:
-        """Call torch's function, which waits for the unit's all-gather."""
-        ...
-
-    def reduce(self, unit: Any, call: Callable[[], Any]) -> Any:
-        """Call torch's function, which may reduce the unit's gradients."""
         ...
 
     def backward_ended(self) -> None:
@@ -33,16 +21,32 @@ class Attached(Protocol):
         ...
 
 
+class AttachedUnit(Protocol):
+    """Receives the calls of one unit's methods: `call` is torch's method, of the unit."""
+
+    def gather(self, unit: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call torch's method, which may launch the unit's all-gather."""
+        ...
+
+    def use(self, unit: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call torch's method, which waits for the unit's all-gather."""
+        ...
+
+    def reduce(self, unit: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call torch's method, which may reduce the unit's gradients."""
+        ...
+
+
 class UnitPatches:
     """Wraps methods of torch's states and units, while installed.
 
     Args:
-        by_root: Attachments by the state of their root.
-        by_unit: Attachments by unit.
+        models: Attached models by the state of their root.
+        units: Their units.
     """
 
-    def __init__(self, by_root: Mapping[Any, Attached], by_unit: Mapping[Any, Attached]) -> None:
-        self._by_root, self._by_unit = by_root, by_unit
+    def __init__(self, models: Mapping[Any, AttachedModel], units: Mapping[Any, AttachedUnit]) -> None:
+        self._models, self._units = models, units
         self._patches = Patches()
 
     def install(self) -> None:
@@ -59,7 +63,7 @@ class UnitPatches:
 
     def _report_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def _root_pre_forward(state: Any, module: Any, args: Any, kwargs: Any) -> Any:
-            attachment = self._by_root.get(state)
+            attachment = self._models.get(state)
             if attachment is not None:
                 fully_shard.initialise(state)
                 if fully_shard.begins_forward(state):
@@ -71,7 +75,7 @@ class UnitPatches:
     def _report_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def _root_post_backward_final_callback(state: Any) -> Any:
             result = original(state)
-            attachment = self._by_root.get(state)
+            attachment = self._models.get(state)
             if attachment is not None:
                 attachment.backward_ended()
             return result
@@ -79,14 +83,14 @@ class UnitPatches:
         return _root_post_backward_final_callback
 
     def _through(self, report: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        by_unit = self._by_unit
+        units = self._units
 
         def around(original: Callable[..., Any]) -> Callable[..., Any]:
             def call(unit: Any, *args: Any, **kwargs: Any) -> Any:
-                attachment = by_unit.get(unit)
-                if attachment is None:
+                attached = units.get(unit)
+                if attached is None:
                     return original(unit, *args, **kwargs)
-                return getattr(attachment, report)(unit, lambda: original(unit, *args, **kwargs))
+                return getattr(attached, report)(unit, original, *args, **kwargs)
 
             return call
 

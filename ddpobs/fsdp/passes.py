@@ -1,12 +1,12 @@
-"""Stamps of the units' collectives in one pass: a forward and its backward."""
+"""Stamps of the units' collectives by pass: a forward and its backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from ddpobs.clocks import Stamp
 from ddpobs.observers import ModuleObserver
+
+_MAX_PASSES = 1024
+"""Passes without a reduction that are kept, as micro-batches of one step. Not every forward has a backward."""
 
 
 class Pass:
@@ -28,79 +28,54 @@ class Pass:
         self.done_ns: list[Stamp] = [0] * rows
         self.waited_from_ns: list[Stamp] = [0] * rows
 
-    def has(self, row: int) -> bool:
-        """Whether that collective was launched."""
-        return bool(self.launched_ns[row])
 
-
-class Transfer:
-    """One collective of a unit, from its launch to its completion.
+class Passes:
+    """Passes since the last reduction, such as micro-batches whose gradients are not reduced, and the one under way.
 
     Args:
-        of: The pass that it belongs to.
-        row: Its row.
-        now: Takes a stamp.
-        waits: The thread that launches it waits for it.
-    """
+        recorder: Follows the pass under way.
 
-    def __init__(self, of: Pass, row: int, now: Callable[[], Stamp], waits: bool) -> None:
-        self._of, self._row, self._now, self._waits = of, row, now, waits
-
-    def began(self) -> None:
-        """Stamp the launch."""
-        of, row = self._of, self._row
-        launched = of.launched_ns[row] = self._now()
-        of.ready_ns[row] = of.ready_ns[row] or launched
-        if self._waits:
-            of.waited_from_ns[row] = launched
-
-    def goes_on(self) -> None:
-        """Forget the wait at the launch: the call returns before the collective is complete."""
-        self._of.waited_from_ns[self._row] = 0
-
-    def ended(self, _: Any = None) -> None:
-        """Stamp the completion."""
-        self._of.done_ns[self._row] = self._now()
-
-
-class OtherTransfer:
-    """A collective without a row: an all-gather of a forward without gradients, as of an evaluation or a teacher.
-
-    Args:
-        recorder: Records it as communication beside the units'.
+    Attributes:
+        rows: Number of the layout's rows.
+        current: The pass under way; None before its first collective.
+        scattered: Row of the reduce-scatter launched last on a device, which the next unit's waits for.
+        last_ready: Stamp of the latest gradients that torch reduces in the backward under way; 0 before the first ones.
     """
 
     def __init__(self, recorder: ModuleObserver) -> None:
-        self._recorder, self._launched = recorder, recorder.now()
+        self._recorder = recorder
+        self._earlier: list[Pass] = []
+        self.rows = 0
+        self.current: Pass | None = None
+        self.scattered: int | None = None
+        self.last_ready: Stamp = 0
 
-    def goes_on(self) -> None:
-        """Nothing: it counts as communication until it is complete."""
+    def begin(self) -> Pass:
+        """Begin another pass, and keep the one under way for the record of the step."""
+        self._keep()
+        self.current = Pass(self.rows)
+        self._recorder.reduction_began(self.current.launched_ns, self.current.done_ns)
+        return self.current
 
-    def ended(self, _: Any = None) -> None:
-        """Record it."""
-        self._recorder.communicated("user", self._launched, self._recorder.now())
+    def abandon(self) -> None:
+        """Drop the stamps of a backward that raised, and of its forward. Earlier passes belong to the open step."""
+        self.current, self.scattered, self.last_ready = None, None, 0
 
+    def end(self) -> tuple[list[Pass], Stamp]:
+        """End the pass under way with its backward.
 
-Stamped = Transfer | OtherTransfer
+        Returns:
+            The passes since the last reduction, and the stamp of the latest gradients that this backward reduced; 0
+            if it reduced none, and the passes are kept.
+        """
+        last_ready, self.last_ready = self.last_ready, 0
+        self._keep()
+        if not last_ready:
+            return [], 0
+        ended, self._earlier = self._earlier, []
+        return ended, last_ready
 
-
-class AllReduceWait:
-    """Stamps an all-reduce over replicas, of which only the wait is visible.
-
-    Args:
-        start: Begins the transfer; called once.
-    """
-
-    def __init__(self, start: Callable[[], Stamped | None]) -> None:
-        self._start = start
-        self._transfer: Stamped | None = None
-
-    def wait_began(self) -> None:
-        """Stamp the launch; the call of torch's function may wait, and the work that it returns."""
-        if self._transfer is None:
-            self._transfer = self._start()
-
-    def wait_ended(self) -> None:
-        """Stamp the completion."""
-        if self._transfer is not None:
-            self._transfer.ended()
+    def _keep(self) -> None:
+        if self.current is not None:
+            self._earlier = [*self._earlier[1 - _MAX_PASSES :], self.current]
+        self.current, self.scattered = None, None

@@ -26,7 +26,7 @@ class UnitLayout:
         units: The units, in the order of forward.
 
     Attributes:
-        rows: By unit and kind, the index of the row.
+        rows: By unit, the index of the row by the collective's kind.
         buckets: The rows for the wire.
     """
 
@@ -37,7 +37,9 @@ class UnitLayout:
                 order.append((index, GATHER_AGAIN))
             if index + 1 < len(units):
                 order += [(index + 1, kind) for kind in _reductions(units[index + 1])]
-        self.rows = {(id(units[index]), kind): row for row, (index, kind) in enumerate(order)}
+        self.rows: list[dict[str, int]] = [{} for _ in units]
+        for row, (index, kind) in enumerate(order):
+            self.rows[index][kind] = row
         self.buckets = [_describe(units[index], kind) for index, kind in order]
 
 

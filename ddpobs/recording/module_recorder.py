@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ddpobs import wire
 from ddpobs.clocks import Clock, Stamp, clock_for
 from ddpobs.never_raises import never_raises
-from ddpobs.observers import GradientSource, OwnWait
+from ddpobs.observers import GradientSource, OwnWaits
 from ddpobs.recording.input_size import input_size
 from ddpobs.recording.journal import Journal
 from ddpobs.recording.place.place_file import Slot
@@ -37,6 +37,7 @@ class ModuleRecorder:
         current: Record of the latest synchronised backward.
         synchronised: A backward was synchronised, also if it was not recorded.
         fingerprints: Samples the module's replicas; None if they are not compared.
+        waits: The waits of the process.
         unused_names: Sends the names of parameters that a backward left out.
     """
 
@@ -68,6 +69,7 @@ class ModuleRecorder:
         """Read by the telemetry thread: it must not hold the DDP module, or that would end on this thread and late."""
         self._name = name or _module_name(module)
         self._journal = journal
+        self.waits: OwnWaits = journal.waits
         self._offer = offer
         self._readiness_every = readiness_every
         self._revision = -1
@@ -191,10 +193,6 @@ class ModuleRecorder:
     def _exchanged(self) -> None:
         if self.fingerprints is not None and not self._journal.thread.paused:
             self.fingerprints.exchanged()
-
-    def own_wait(self, wait: OwnWait | None) -> None:
-        """Report waits for collectives to the door that launches them, until it is called with None."""
-        self._journal.waits.own = wait
 
     def waiting_began(self, phase: str = "exposed_comm") -> bool:
         """Record that training waits for buckets in a call outside of backward; False if it is not recorded."""

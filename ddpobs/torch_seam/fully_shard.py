@@ -165,7 +165,7 @@ def is_gathering(unit: Any) -> bool:
 
 def is_gathered(unit: Any) -> bool:
     """Whether the unit's parameters are whole or being gathered, so that `unshard` launches nothing."""
-    return unit.is_unsharded or is_gathering(unit)
+    return unit.is_unsharded or unit._all_gather_result is not None
 
 
 def state_of(model: torch.nn.Module) -> Any:
