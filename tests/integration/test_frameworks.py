@@ -13,7 +13,7 @@ import pytest
 
 from ddpobs import wire
 from tests.support.integration.matrix import ALWAYS, CELLS, FURTHER, RECORDED, TABLE, WAYS, Command
-from tests.support.integration.matrix_launch import foreign_lines, output_of, start
+from tests.support.integration.matrix_launch import foreign_lines, output_of, start, start_without
 from tests.support.integration.slow_ranks import get
 
 pytestmark = pytest.mark.timeout(900)
@@ -111,7 +111,7 @@ class Launches:
             cell, own = CELLS[key], folder / str(number)
             self._with[key] = pool.submit(start, cell.command, own, key[1], url, name_of(key))
             if key in compared and cell.without not in self._without:
-                self._without[cell.without] = pool.submit(start, cell.without, folder / f"{number}-without")
+                self._without[cell.without] = pool.submit(start_without, cell.without, folder / f"{number}-without")
 
     def ended(self, key: Key) -> Any:
         """The end of a cell's command."""

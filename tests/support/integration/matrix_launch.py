@@ -22,6 +22,8 @@ ENVIRON = {
     "PYTHONPATH": f"{ROOT}{os.pathsep}{SCRIPTS}",
 } | AS_ROOT_ON_FEW_CORES
 _FOLDER_OF_CHECKPOINTS = ("with_accelerate.py", "with_lightning.py", "with_trainer.py")
+_ABORTED = "terminate called without an active exception"
+"""Torch's own end, if a thread of its process group drops a work while the interpreter exits."""
 _BOX = re.compile(r"^(┌─|\+-) ddpobs .*?^(└|\+)[─-]+(┘|\+)$\n", re.MULTILINE | re.DOTALL)
 _DIGEST = re.compile(r"rank \d+: parameters [0-9a-f]{64}")
 _VARIES = re.compile(r"0x[0-9a-f]+|\d[\d.:e+-]*")
@@ -50,6 +52,15 @@ def start(
     arguments = [*command.arguments, *([str(folder)] if command.script in _FOLDER_OF_CHECKPOINTS else [])]
     line = [*prefix, *command.launcher, str(script), *arguments]
     return patience.run(["env", *line], environ=environ, cwd=folder)
+
+
+def start_without(command: Command, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command without ddpobs, and once more each time that torch aborts it at its exit, at most twice."""
+    for attempt in range(3):
+        done = start(command, folder.with_name(f"{folder.name}-{attempt}"))
+        if _ABORTED not in done.stderr:
+            break
+    return done
 
 
 def output_of(done: subprocess.CompletedProcess[str]) -> list[str]:
