@@ -27,7 +27,7 @@ from ddpobs.torch_seam.modes import unseen
 from ddpobs.torch_seam.patching import skip_in_dynamo
 
 _by_root: weakref.WeakKeyDictionary[Any, FullyShardedAttachment] = weakref.WeakKeyDictionary()
-_by_unit: weakref.WeakKeyDictionary[Any, UnitCollectives] = weakref.WeakKeyDictionary()
+_by_unit: dict[int, UnitCollectives] = {}
 _patches = UnitPatches(_by_root, _by_unit)
 _SETTINGS: dict[str, wire.Scalar] = {"reducer": "fully_shard"}
 
@@ -107,7 +107,9 @@ class FullyShardedAttachment:
         self._has_layout = False
         self._stop_listening = recorder.on_backward_end(self._backward_ended)
         _by_root[fully_shard.state_of(model)] = self
-        _by_unit.update({unit: UnitCollectives(unit, self, self._passes, recorder) for unit in units})
+        for unit in units:
+            _by_unit[id(unit)] = UnitCollectives(unit, self, self._passes, recorder)
+            weakref.finalize(unit, _by_unit.pop, id(unit), None).atexit = False
         self._finalizer = weakref.finalize(model, telemetry.forget, recorder, self._stop_listening)
         self._finalizer.atexit = False
 
@@ -116,7 +118,7 @@ class FullyShardedAttachment:
         self._stop_listening()
         self._finalizer.detach()
         for unit in self._living_units():
-            _by_unit.pop(unit, None)
+            _by_unit.pop(id(unit), None)
         if (state := self._state()) is not None:  # The model may be garbage-collected.
             _by_root.pop(state, None)
         telemetry.leave(self._recorder)
@@ -136,9 +138,7 @@ class FullyShardedAttachment:
             self._recorder.replicas_ready()
 
     def is_trained(self) -> bool:
-        """Whether a forward has gradients; a reentrant checkpoint disables them within the root's forward."""
-        if torch.is_grad_enabled():
-            return True
+        """Whether a forward without gradients belongs to one that has some, as that of a reentrant checkpoint."""
         state = self._state()
         return self._trains and state is not None and fully_shard.is_in_forward(state)
 
@@ -154,7 +154,7 @@ class FullyShardedAttachment:
         self._has_layout, self._passes.rows = True, len(layout.buckets)
         self._recorder.layout(layout.buckets, "fully_shard")
         for unit, rows in zip(units, layout.rows, strict=True):
-            _by_unit[unit].rows = rows
+            _by_unit[id(unit)].rows = rows
         self._follow_gradients(units)
 
     def backward_ended(self) -> None:

@@ -25,7 +25,7 @@ class AttachedUnit(Protocol):
     """Receives the calls of one unit's methods: `call` is torch's method, of the unit."""
 
     def gather(self, unit: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call torch's method, which may launch the unit's all-gather."""
+        """Call torch's method, which launches the unit's all-gather."""
         ...
 
     def use(self, unit: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -42,10 +42,10 @@ class UnitPatches:
 
     Args:
         models: Attached models by the state of their root.
-        units: Their units.
+        units: Their units by `id`: a dictionary with weak keys calls functions at each look-up.
     """
 
-    def __init__(self, models: Mapping[Any, AttachedModel], units: Mapping[Any, AttachedUnit]) -> None:
+    def __init__(self, models: Mapping[Any, AttachedModel], units: Mapping[int, AttachedUnit]) -> None:
         self._models, self._units = models, units
         self._patches = Patches()
 
@@ -54,8 +54,12 @@ class UnitPatches:
         self.remove()  # They are still wrapped if the last attached models were garbage-collected.
         self._patches.put(fully_shard.state_class(), "_root_pre_forward", self._report_forward)
         self._patches.put(fully_shard.state_class(), "_root_post_backward_final_callback", self._report_end)
-        for name, report in (("unshard", "gather"), ("wait_for_unshard", "use"), ("post_backward", "reduce")):
-            self._patches.put(fully_shard.unit_class(), name, self._through(report))
+        for name, around in (
+            ("unshard", self._report_gather),
+            ("wait_for_unshard", self._report_use),
+            ("post_backward", self._report_reduction),
+        ):
+            self._patches.put(fully_shard.unit_class(), name, around)
 
     def remove(self) -> None:
         """Restore the methods."""
@@ -82,16 +86,35 @@ class UnitPatches:
 
         return _root_post_backward_final_callback
 
-    def _through(self, report: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def _report_gather(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        units, is_gathered = self._units, fully_shard.is_gathered
+
+        def unshard(unit: Any, *args: Any, **kwargs: Any) -> Any:
+            attached = units.get(id(unit))
+            if attached is None or is_gathered(unit):
+                return original(unit, *args, **kwargs)
+            return attached.gather(unit, original, *args, **kwargs)
+
+        return unshard
+
+    def _report_use(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        units, is_gathering = self._units, fully_shard.is_gathering
+
+        def wait_for_unshard(unit: Any, *args: Any, **kwargs: Any) -> Any:
+            attached = units.get(id(unit))
+            if attached is None or not is_gathering(unit):
+                return original(unit, *args, **kwargs)
+            return attached.use(unit, original, *args, **kwargs)
+
+        return wait_for_unshard
+
+    def _report_reduction(self, original: Callable[..., Any]) -> Callable[..., Any]:
         units = self._units
 
-        def around(original: Callable[..., Any]) -> Callable[..., Any]:
-            def call(unit: Any, *args: Any, **kwargs: Any) -> Any:
-                attached = units.get(unit)
-                if attached is None:
-                    return original(unit, *args, **kwargs)
-                return getattr(attached, report)(unit, original, *args, **kwargs)
+        def post_backward(unit: Any, *args: Any, **kwargs: Any) -> Any:
+            attached = units.get(id(unit))
+            if attached is None:
+                return original(unit, *args, **kwargs)
+            return attached.reduce(unit, original, *args, **kwargs)
 
-            return call
-
-        return around
+        return post_backward

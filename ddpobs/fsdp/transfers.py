@@ -1,4 +1,4 @@
-"""Stamps of one collective of a unit, from its launch to its completion."""
+"""The rest of a collective of a unit whose launch is stamped, if it may go on when its call returns, or has no row."""
 
 from __future__ import annotations
 
@@ -10,21 +10,16 @@ from ddpobs.observers import ModuleObserver
 
 
 class Transfer:
-    """A collective that has a row; it is launched now.
+    """A collective that has a row.
 
     Args:
         of: The pass that it belongs to.
         row: Its row.
         now: Takes a stamp.
-        waits: The thread that launches it waits for it.
     """
 
-    def __init__(self, of: Pass, row: int, now: Callable[[], Stamp], waits: bool) -> None:
+    def __init__(self, of: Pass, row: int, now: Callable[[], Stamp]) -> None:
         self._of, self._row, self._now = of, row, now
-        launched = of.launched_ns[row] = now()
-        of.ready_ns[row] = of.ready_ns[row] or launched
-        if waits:
-            of.waited_from_ns[row] = launched
 
     def goes_on(self) -> None:
         """Forget the wait at the launch: the call returns before the collective is complete."""
@@ -54,25 +49,3 @@ class OtherTransfer:
 
 
 Stamped = Transfer | OtherTransfer
-
-
-class AllReduceWait:
-    """Stamps an all-reduce over replicas, of which only the wait is visible.
-
-    Args:
-        start: Begins the transfer; called once.
-    """
-
-    def __init__(self, start: Callable[[], Stamped | None]) -> None:
-        self._start = start
-        self._transfer: Stamped | None = None
-
-    def wait_began(self) -> None:
-        """Stamp the launch; the call of torch's function may wait, and the work that it returns."""
-        if self._transfer is None:
-            self._transfer = self._start()
-
-    def wait_ended(self) -> None:
-        """Stamp the completion."""
-        if self._transfer is not None:
-            self._transfer.ended()
