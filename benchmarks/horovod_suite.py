@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ import torch
 import torch._dynamo  # A process's first optimizer imports it, which takes seconds.
 
 import ddpobs.horovod as hvd
+from benchmarks.rig.ports import free_port
 
 FILES = {"test/parallel/test_torch.py": 2, "test/single/test_torch_elastic.py": 1}
 """Ranks by file."""
@@ -73,11 +73,8 @@ def cases(checkout: Path) -> Iterator[tuple[str, unittest.TestCase, int]]:
 
 def run(case: unittest.TestCase, ranks: int) -> tuple[str, list[str]]:
     """Return a test's outcome, and each rank's reason if it did not pass."""
-    with tempfile.TemporaryDirectory() as name, socket.socket() as free:
-        folder = Path(name)
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+    with tempfile.TemporaryDirectory() as name:
+        folder, port = Path(name), free_port()
         children = []
         for rank in range(ranks):
             child = os.fork()

@@ -19,7 +19,6 @@ import http.client
 import json
 import multiprocessing
 import shutil
-import socket
 import sqlite3
 import statistics
 import subprocess
@@ -29,6 +28,7 @@ import time
 from pathlib import Path
 
 from benchmarks import capacity, loads
+from benchmarks.rig.ports import free_port
 from ddpobs import wire
 
 SPANS = loads.FLOOD_STEPS * loads.FLOOD_BUCKETS
@@ -81,9 +81,7 @@ def as_rows(folder: Path, batches: list[wire.Batch]) -> float:
 
 def mlflow_metrics_a_second(command: str, folder: Path, clients: int, requests: int) -> float:
     """Return the metrics a second that MLflow's own server accepts from as many clients."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with (folder / "mlflow.log").open("wb") as log:
         storage = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--default-artifact-root", str(folder)]
         server = subprocess.Popen(

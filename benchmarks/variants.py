@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks.models import Model
+from benchmarks.rig.ports import free_port
 from benchmarks.teams import Steps, companion
 from ddpobs import DistributedDataParallel, TelemetryConfig, attach, telemetry
 
@@ -229,7 +229,7 @@ def _traceml_aggregator(turn: Turn) -> list[subprocess.Popen[bytes]]:
     command = Path(sys.executable).with_name("traceml")
     if not command.exists() or importlib.util.find_spec("traceml_ai") is None:
         raise MissingError("TraceML is not installed: pip install traceml-ai")
-    port = _free_port()
+    port = free_port()
     turn.collector = f"http://127.0.0.1:{port}"
     arguments = f"serve --mode summary --run-name benchmark --aggregator-port {port} --nproc-per-node {turn.ranks}"
     return [companion([str(command), *arguments.split(), "--logs-dir", str(turn.folder)], turn.folder / "traceml.log")]
@@ -249,13 +249,6 @@ def _collector(turn: Turn) -> list[subprocess.Popen[bytes]]:
             return [process]
         time.sleep(0.05)
     raise MissingError(f"no collector: {log.read_text()}")
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _ours(module: torch.nn.Module, turn: Turn) -> torch.nn.Module:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from benchmarks.faults.fork_server import ForkedRank, ForkServer
 from benchmarks.rig import patience
+from benchmarks.rig.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 HANGING = Path(__file__).with_name("hanging.py")
@@ -80,7 +80,7 @@ def ranks_of(
     """
     folder.mkdir(parents=True, exist_ok=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
-    shared = kept | {"MASTER_ADDR": master, "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+    shared = kept | {"MASTER_ADDR": master, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     shared |= {"OMP_NUM_THREADS": "1", "OUT": str(folder), "DDPOBS_SPOOL": str(folder / "spool")}
     shared |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "server")])} | environ
     processes: list[subprocess.Popen[bytes] | ForkedRank] = []
@@ -113,8 +113,3 @@ def fork_server() -> ForkServer:
     """The process that forks all ranks of this one."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
     return ForkServer(kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "server")])})
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

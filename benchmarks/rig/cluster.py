@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,15 +13,11 @@ from pathlib import Path
 
 import psycopg
 
+from benchmarks.rig.ports import free_port
+
 _DATABASE = "postgres"
 _STATEMENT = re.compile(r"LOG:  (?:statement|execute [^:]+): (.*)")
 _OWN = re.compile("ALTER SYSTEM|SELECT pg_reload_conf")
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 @dataclass
@@ -41,7 +36,7 @@ class Server:
     folder: Path
     user: str
     settings: Sequence[str] = ()
-    port: int = field(default_factory=_free_port)
+    port: int = field(default_factory=free_port)
 
     @property
     def url(self) -> str:

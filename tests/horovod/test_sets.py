@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 import ddpobs.horovod as hvd
+from benchmarks.rig.ports import free_port
 from ddpobs.errors import HorovodError
 from tests.support.distributed.compare import net
 from tests.support.distributed.horovod import alone, how_close, loss, raised, together
 from tests.support.distributed.launch import run_ranks
-from tests.support.ports import free_port
 
 PAIR = [0, 2]
 

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.rig.ports import free_port
 from benchmarks.rig.training import ROOT
 from tests.support.integration.mail_sink import mail_sink
 from tests.support.integration.tools import need
-from tests.support.ports import free_port
 
 pytestmark = [pytest.mark.alone, pytest.mark.wide]
 

@@ -19,10 +19,10 @@ from benchmarks.faults.crashing import step_ends
 from benchmarks.faults.launch import CRASHING, Ranks, ranks_of
 from benchmarks.rig import patience
 from benchmarks.rig.collector import Collector, collector
+from benchmarks.rig.ports import free_port
 from benchmarks.rig.training import PATIENT, ROOT
 from tests.support.cli import ddpobs
 from tests.support.integration.collectors import absent
-from tests.support.ports import free_port
 from tests.support.server.batches import get
 
 STEP = 250

@@ -19,11 +19,11 @@ import pytest
 import yaml
 
 from benchmarks.rig import patience
+from benchmarks.rig.ports import free_port
 from benchmarks.rig.training import ROOT, train
 from dashboards.build import FOLDER, dashboard_files
 from tests.support.integration.slow_ranks import SLOW_RANK
 from tests.support.integration.tools import need
-from tests.support.ports import free_port
 from tests.support.server.batches import batch, pulse, put
 
 pytestmark = pytest.mark.alone

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from benchmarks.rig import patience
+from benchmarks.rig.ports import free_port
 from benchmarks.rig.training import ROOT
 from tests.support.integration.tools import need
-from tests.support.ports import free_port
 
 COMPOSE = ("docker-compose.yml", "deploy/two-collectors.yml")
 

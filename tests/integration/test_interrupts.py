@@ -16,8 +16,8 @@ import pytest
 from benchmarks.faults.launch import ranks_of
 from benchmarks.rig import patience
 from benchmarks.rig.collector import Collector, collector
+from benchmarks.rig.ports import free_port
 from benchmarks.rig.training import PATIENT, ROOT
-from tests.support.ports import free_port
 from tests.support.server.batches import get
 
 pytestmark = pytest.mark.wide

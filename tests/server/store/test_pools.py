@@ -25,7 +25,7 @@ from sqlalchemy import make_url
 
 from benchmarks.rig import databases, patience
 from benchmarks.rig.collector import collector
-from tests.support.ports import free_port
+from benchmarks.rig.ports import free_port
 from tests.support.server.batches import batch, put, spans, steps
 
 

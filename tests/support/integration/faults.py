@@ -28,12 +28,12 @@ import numpy as np
 
 from benchmarks.rig import collector as collectors
 from benchmarks.rig import patience
+from benchmarks.rig.ports import free_port
 from ddpobs import wire
 from ddpobs.config import TelemetryConfig
 from ddpobs.export.exporter import Exporter
 from ddpobs.export.identity import Envelope, Identity
 from ddpobs.export.spool import Spool
-from tests.support.ports import free_port
 from tests.support.server.batches import ATTEMPT, get, source_of, spans, steps
 
 BUCKETS = 2

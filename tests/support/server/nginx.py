@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 
 from benchmarks.rig import patience
+from benchmarks.rig.ports import free_port
 from tests.support.integration.tools import need
-from tests.support.ports import free_port
 
 CONFIG = Path(__file__).resolve().parents[3] / "deploy" / "nginx.conf"
 

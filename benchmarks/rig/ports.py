@@ -1,4 +1,4 @@
-"""Ports for programs under test, which remain free when the program restarts."""
+"""Ports for programs to start, which remain free when the program restarts."""
 
 from __future__ import annotations
 
