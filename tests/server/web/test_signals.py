@@ -75,7 +75,7 @@ def test_a_second_signal_ends_process_1_at_once(tmp_path: Path, second: signal.S
         with pytest.raises(subprocess.TimeoutExpired):
             running.process.wait(1)
         os.kill(pid, second)
-        assert running.process.wait(5) == 128 + second
+        assert running.process.wait(8) == 128 + second  # Earlier than the shutdown would end by itself.
 
 
 def test_a_signal_ends_process_1_after_its_batches_are_written(tmp_path: Path) -> None:
