@@ -48,7 +48,8 @@ def test_a_main_thread_that_never_returns_to_the_interpreter_is_ended() -> None:
 def test_a_handler_of_the_user_s_stays() -> None:
     theirs = "signal.signal(signal.SIGTERM, lambda *_: (print('theirs', flush=True), sys.exit(3)))"
     assert terminated(run("time.sleep(60)", before=theirs), "True") == (3, "theirs\n")
-    assert terminated(run(f"{theirs}; time.sleep(60)"), "True") == (3, "theirs\n")
+    later = f"{theirs}; print('set', flush=True); time.sleep(60)"
+    assert terminated(run(later), "True set") == (3, "theirs\n")
 
 
 def test_a_later_handler_that_calls_the_one_before_is_not_ended_by_it() -> None:
@@ -56,9 +57,10 @@ def test_a_later_handler_that_calls_the_one_before_is_not_ended_by_it() -> None:
         "before = signal.getsignal(signal.SIGTERM)\n"
         "def end(*a): before(*a); time.sleep(0.5); print('orderly', flush=True); sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, end)\n"
+        "print('set', flush=True)\n"
         "time.sleep(60)"
     )
-    assert terminated(run(chained), "True") == (0, "orderly\n")
+    assert terminated(run(chained), "True set") == (0, "orderly\n")
 
 
 def test_a_forked_child_ends_at_once() -> None:
