@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
+from benchmarks.rig import patience
 from ddpobs import wire
 from ddpobs.clocks import HostClock
 from ddpobs.recording.hooks.collective_hooks import CollectiveHooks
@@ -53,10 +54,11 @@ class Training:
 
 def test_a_stuck_rank_sends_its_stack_urgently_when_it_changes_and_its_length_at_the_end() -> None:
     training = Training()
-    first, second, third = threading.Event(), threading.Event(), threading.Event()
+    first, second, third, passed = threading.Event(), threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
         first.wait()
+        passed.set()
         second.wait()
         third.wait()
 
@@ -71,6 +73,7 @@ def test_a_stuck_rank_sends_its_stack_urgently_when_it_changes_and_its_length_at
         assert not training.pulses.is_urgent
         assert training.pulses.is_stuck
         first.set()
+        assert passed.wait(patience.HANG_S)
         time.sleep(0.1)
         assert not training.look().stack
         (went_on,) = training.events
@@ -131,7 +134,7 @@ def test_a_wait_at_the_store_is_named() -> None:
     try:
         with training.on(work):
             starts.set()
-            time.sleep(0.2)
+            patience.until(lambda: training.journal.waits._at_store)
             pulse = training.look()
             assert (pulse.activity, pulse.waits_in) == ("collective", "store.get")
             other: Any = PrefixStore("p", store.clone())  # This thread does not train.
@@ -140,8 +143,7 @@ def test_a_wait_at_the_store_is_named() -> None:
             assert training.look().waits_in == "store.get"
             other = store.clone()
             other.set("absent", "1")
-            time.sleep(0.3)
-            assert training.journal.waits._at_store == ""
+            patience.until(lambda: training.journal.waits._at_store == "")
     finally:
         hooks.remove()
     assert not hasattr(Store.get, "__wrapped__")
