@@ -204,8 +204,10 @@ def test_a_terminal_s_signals_reach_the_command_once() -> None:
 
 ORPHANS = """
 import os, subprocess, sys, time
-subprocess.run(["sh", "-c", "sleep 0.1 &"])
-time.sleep(1)
+orphan = subprocess.check_output(["sh", "-c", "sleep 0.1 >&2 & echo $!"], text=True).strip()
+deadline = time.monotonic() + 60
+while os.path.exists(f"/proc/{orphan}") and time.monotonic() < deadline:
+    time.sleep(0.02)
 states = [open(f"/proc/{p}/stat").read().rpartition(")")[2].split()[0] for p in os.listdir("/proc") if p.isdigit()]
 print(states.count("Z"), flush=True)
 os.kill(os.getpid(), int(sys.argv[1]))
