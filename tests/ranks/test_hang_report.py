@@ -57,7 +57,7 @@ def test_a_stopped_and_a_dead_process_of_this_host_are_told_apart(store: Any, mo
             ranks[1].publish(pulse("code", idle_s=0))
         assert ranks[0].judge() is None
         child.send_signal(signal.SIGSTOP)
-        time.sleep(0.1)
+        assert os.WIFSTOPPED(os.waitpid(child.pid, os.WUNTRACED)[1])
         hang = ranks[0].judge()
         assert hang is not None
         assert (hang.kind, hang.ranks, ranks[0].processes) == ("stopped", [1], {1: "stopped"})
