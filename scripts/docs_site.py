@@ -29,7 +29,7 @@ from prometheus_client import generate_latest
 from typer.main import get_command
 
 from ddpobs.cli import main as commands
-from tests.support.integration.matrix import table as combinations
+from scripts.combinations import table as combinations
 
 ALERTS = Path(__file__).resolve().parents[1] / "dashboards" / "prometheus" / "alerts.yml"
 OUTSIDE = re.compile(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ddpobs import wire
-from tests.support.integration.matrix import ALWAYS, CELLS, FURTHER, RECORDED, TABLE, WAYS, Command
+from scripts.combinations import ALWAYS, CELLS, FURTHER, RECORDED, TABLE, WAYS, Command
 from tests.support.integration.matrix_launch import foreign_lines, output_of, start, start_without
 from tests.support.integration.slow_ranks import get
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.rig import patience
 from benchmarks.rig.training import PATIENT, ROOT
-from tests.support.integration.matrix import IN_CODE, UNDER_RUN, VARIABLE, Command
+from scripts.combinations import IN_CODE, UNDER_RUN, VARIABLE, Command
 from tests.support.mpi.launch import AS_ROOT_ON_FEW_CORES
 
 SCRIPTS = ROOT / "tests" / "integration" / "scripts"

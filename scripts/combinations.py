@@ -1,8 +1,7 @@
 """The matrix of `docs/reference/combinations.md`: each framework or door by each way to start it.
 
-A cell is a command, or the reason why there is none.
-
-The site fills in the table of the document.
+A cell is a command, or the reason why there is none. `tests/integration/test_frameworks.py` runs the commands; the site
+fills in the table of the document.
 """
 
 from __future__ import annotations
