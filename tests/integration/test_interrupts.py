@@ -78,7 +78,7 @@ def test_a_rank_that_fails_because_another_was_interrupted_changes_nothing(runni
 
 def test_sigterm_is_no_interrupt(running: Collector, tmp_path: Path) -> None:
     interrupted(running, tmp_path, "terminated", "raised", signal.SIGTERM, 0)
-    assert outcome(running, "terminated") == ("failed", "killed", set())
+    assert outcome(running, "terminated") == ("failed", "failed", set())
 
 
 SESSION = """

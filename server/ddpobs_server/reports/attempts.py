@@ -11,7 +11,7 @@ from ddpobs.wire.states import RunState
 from ddpobs_server.analysis.causes.rank_ends import End, ends_of
 from ddpobs_server.store import AttemptSummary, Run, Store
 
-Outcome = Literal["running", "finished", "interrupted", "failed", "killed", "superseded", "hung", "lost"]
+Outcome = Literal["running", "finished", "interrupted", "failed", "superseded", "hung", "lost"]
 _LATEST: dict[RunState, Outcome] = {"running": "running", "stalled": "running", "hung": "hung", "lost": "lost"}
 _OPEN = ("running", "hung")
 _EARLIEST_NS = 10**18
@@ -25,8 +25,8 @@ class AttemptOutcome:
     Attributes:
         attempt: Id of the attempt: 16 hexadecimal digits.
         ordinal: Number of the attempt, from 0.
-        outcome: How the attempt went. `killed`: all ranks have ended, some by SIGTERM. `superseded`: a later attempt
-            began, and this one sent no end.
+        outcome: How the attempt went. `failed`: a rank failed or died, or all have ended and some were terminated.
+            `superseded`: a later attempt began, and this one sent no end.
         reason: The reason in one line; empty if the attempt runs or finished.
         first_rank: Rank that failed, died, was terminated or interrupted first; None if none did, or the command
             ended before any rank joined.
@@ -70,7 +70,7 @@ def attempt_outcomes(store: Store, run: Run, state: RunState, hang: str) -> list
         ends = ends_of(events[summary.attempt])
         outcome = _outcome(summary, state if summary.attempt == run.attempt else None)
         began_ns, ended_ns = _times(summary, outcome, begins.get(summary.attempt), recorded.get(summary.attempt))
-        first = ends[0] if ends and outcome in ("failed", "killed", "interrupted") else None
+        first = ends[0] if ends and outcome in ("failed", "interrupted") else None
         result.append(
             AttemptOutcome(
                 attempt=summary.attempt,
@@ -110,10 +110,10 @@ def _outcome(summary: AttemptSummary, state: RunState | None) -> Outcome:
         return "hung"
     if summary.interrupted:
         return "interrupted"
-    if summary.failed:
+    if summary.failed or (summary.is_over and summary.terminated):
         return "failed"
     if summary.is_over:
-        return "killed" if summary.terminated else "finished"
+        return "finished"
     return "superseded" if state is None else _LATEST.get(state, "running")
 
 

@@ -229,12 +229,12 @@ def test_the_stronger_end_stays_in_any_order_of_arrival(
     assert rank["ended"] == ended
 
 
-def test_a_run_of_which_all_ranks_are_terminated_was_killed(shared: Collector, run: str) -> None:
+def test_a_run_of_which_all_ranks_are_terminated_and_its_attempt_failed(shared: Collector, run: str) -> None:
     for rank in range(2):
         put(shared.url, batch(run, 0, rank, events=[event("terminated", signal="SIGTERM", wall_ns=S)]))
     assert listed_state(shared.url, run) == "failed"
     (attempt,) = attempts(shared.url, run)
-    assert (attempt["outcome"], attempt["reason"]) == ("killed", "terminated by SIGTERM")
+    assert (attempt["outcome"], attempt["reason"]) == ("failed", "terminated by SIGTERM")
     assert [finding for finding in findings(shared.url, run) if finding["code"] == "crash"] == []
 
 
