@@ -14,13 +14,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 import ddpobs
 from ddpobs import never_raises
 from ddpobs.autoload import patches
+from ddpobs.fsdp import attachment as attachment_module
 from tests.support.distributed.compare import batch, raising_in_backward
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
 from tests.support.distributed.sharded import sharded, train_sharded
 
 
-def collected(rank: int, _size: int) -> int:
+def collected(rank: int, _size: int) -> tuple[int, int]:
+    """Steps that were sent, and units that are still known: another object may get the address of one."""
     with sending() as sent:
         model = sharded()
         attachment = ddpobs.attach(model, sent.config)
@@ -28,12 +30,13 @@ def collected(rank: int, _size: int) -> int:
         train_sharded(model, rank, 1)
         del model
         gc.collect()
+        known = len(attachment_module._by_unit)
         attachment.detach()
-    return len(sent.steps("step"))
+    return len(sent.steps("step")), known
 
 
 def test_an_attachment_outlives_its_model() -> None:
-    assert run_ranks(collected, 2) == [1, 1]
+    assert run_ranks(collected, 2) == [(1, 0), (1, 0)]
 
 
 def called_inside(_rank: int, _size: int) -> str:
