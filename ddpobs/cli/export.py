@@ -56,7 +56,8 @@ def export(
 
 def _facts(config: TelemetryConfig, run: str, summary: dict[str, Any]) -> bytes:
     """What `ddpobs import` needs beside the columns."""
-    facts = {"world_size": summary["world_size"], "began_ns": summary["created_ns"]}
+    (*_, latest) = ask(config, f"/runs/{run}/attempts").document["attempts"]
+    facts = {"world_size": summary["world_size"], "began_ns": latest["began_ns"] or summary["created_ns"]}
     for path, name in (("ranks", "ranks"), ("layout", "layouts"), ("pipeline", "pipeline")):
         facts[name] = ask(config, f"/runs/{run}/{path}").document[name]
     hello = summary["hello"] or {"settings": {}}

@@ -30,7 +30,7 @@ from ddpobs.cli.app import (
 from ddpobs.client.reader import page_address, read, read_file
 from ddpobs.config import TelemetryConfig
 from ddpobs.errors import CollectorError
-from ddpobs.shared.quantities import counted, time_of_day
+from ddpobs.shared.quantities import counted, time_of_day, time_range
 from ddpobs.shared.words import LABEL_COLUMNS, finding_heading, finding_lines, labelled, percent, shown_findings
 from ddpobs.wire import printable
 from ddpobs.wire.endings import IMPORTED
@@ -108,7 +108,7 @@ def _end(config: TelemetryConfig, run: str) -> tuple[str, str]:
     if _is_imported(config, run):
         return f"imported; the files end at {time_of_day(latest['ended_ns'])}", outcome
     how = f"rank {latest['first_rank']}: {latest['reason']}" if outcome == "interrupted" else outcome
-    return f"{how}; its last batch arrived at {time_of_day(latest['ended_ns'])}", outcome
+    return f"{how}; ran {time_range(latest['began_ns'], latest['ended_ns'], is_dated=True)}", outcome
 
 
 def _is_imported(config: TelemetryConfig, run: str) -> bool:

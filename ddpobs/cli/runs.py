@@ -6,7 +6,6 @@ import json
 import time
 import webbrowser
 from contextlib import suppress
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +25,7 @@ from ddpobs.cli.app import (
 from ddpobs.client.reader import page_address, read
 from ddpobs.config import TelemetryConfig
 from ddpobs.errors import CollectorError
+from ddpobs.shared.quantities import time_of_day
 from ddpobs.shared.words import shown_findings
 from ddpobs.wire import printable
 from ddpobs.wire.states import OVER, RUN_STATES
@@ -93,8 +93,9 @@ def _row(run: dict[str, Any]) -> list[str]:
         worst = f"not diagnosed yet: ddpobs report {run['run']}" if _has_findings(run) else "no step yet"
     else:
         worst = diagnosis["worst"] or diagnosis["summary"]
-    started = datetime.fromtimestamp(run["created_ns"] / 1e9, UTC)
-    cells = [run["run"], run["state"], str(run["ranks"]), str(run["steps"]), f"{started:%Y-%m-%d %H:%M}", worst]
+    began_ns = run.get("began_ns", run["created_ns"])  # An older collector has no begin.
+    began = "–" if began_ns is None else time_of_day(began_ns)[: len("2026-11-28 23:10")]
+    cells = [run["run"], run["state"], str(run["ranks"]), str(run["steps"]), began, worst]
     return [printable(cell) for cell in cells]
 
 

@@ -237,10 +237,12 @@ def test_report_prints_the_last_lines_of_a_traceback_and_the_errors_of_earlier_a
     crash = {"code": "crash", "severity": "critical", "verdict": "Rank 0 failed", "evidence": evidence}
     diagnosis = {"run": "r", "steps_seen": 9, "findings": [crash], "missing": [], "summary": ""}
     answers: dict[str, object] = {"/runs/r/diagnostics": diagnosis, "/runs/r/account": {"wall_ns": None}}
-    answers["/runs/r/attempts"] = {"attempts": [{"outcome": "failed", "ended_ns": 1_700_000_000 * 10**9}]}
+    answers["/runs/r/attempts"] = {
+        "attempts": [{"outcome": "failed", "began_ns": 1_699_999_990 * 10**9, "ended_ns": 1_700_000_000 * 10**9}]
+    }
     with collector(answering(answers)) as server:
         end, *lines = invoke("report", "r", "--collector", server.url).stdout.splitlines()[1:]
-    assert end == "failed; its last batch arrived at 2023-11-14 22:13:20 UTC"
+    assert end == "failed; ran 2023-11-14 22:13:10–22:13:20 UTC (10 s)"
     assert lines[1:3] == ["critical: Rank 0 failed", "  stack     File a.py, line 11"]
     assert lines[20:23] == [
         "            File a.py, line 29",

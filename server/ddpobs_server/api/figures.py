@@ -172,13 +172,15 @@ def get_report(
 
 
 def _times(sources: Sequence[Source], outcome: AttemptOutcome | None) -> dict[str, str]:
-    """When an attempt's batches came; of imported files what they cover, if known, and their upload."""
-    first_seen = time_of_day(min(source.first_seen_ns for source in sources))
-    if all(source.ended != IMPORTED for source in sources):
-        return {"first seen": first_seen, "last seen": time_of_day(max(source.last_seen_ns for source in sources))}
-    if outcome is None or outcome.began_ns is None or outcome.ended_ns is None:
-        return {"uploaded": first_seen}
-    return {"recorded": time_range(outcome.began_ns, outcome.ended_ns, is_dated=True), "uploaded": first_seen}
+    """When an attempt ran; of imported files what they cover, if known, and their upload."""
+    is_imported = any(source.ended == IMPORTED for source in sources)
+    uploaded = {"uploaded": time_of_day(min(source.first_seen_ns for source in sources))} if is_imported else {}
+    if outcome is None or outcome.began_ns is None:
+        return uploaded
+    if outcome.ended_ns is None:
+        return {"began": time_of_day(outcome.began_ns)} | uploaded
+    covered = time_range(outcome.began_ns, outcome.ended_ns, is_dated=True)
+    return {"recorded" if is_imported else "ran": covered} | uploaded
 
 
 def _html_file(html: str, nonce: str) -> HTMLResponse:

@@ -38,6 +38,7 @@ from ddpobs_server.reports.attempts import AttemptOutcome
 from ddpobs_server.reports.digests import RunDigest
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.reports.run_state import state_of_run
+from ddpobs_server.reports.run_times import Span
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Attempt, Run, WantedRuns, labels_of, trained_labels
 from ddpobs_server.web.audit_entry import entry_of
@@ -47,6 +48,8 @@ router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=ConcurrencyLimit
 
 SEARCH_CHARACTERS = 256
 """Maximum number of characters of a search."""
+_OPEN: tuple[RunState, ...] = ("running", "stalled", "hung")
+"""States in which a run has no end yet."""
 _CURSOR = re.compile(r"([1-8]?\d{1,18})/([A-Za-z0-9._/-]{1,128})", re.ASCII)
 
 
@@ -81,12 +84,14 @@ class LastDiagnosis(TypedDict):
 class ListedRun(RunSummary, Labels):
     """A run in a list; `diagnosis` is null until the run's diagnostics are first requested.
 
-    `duration_ns` lasts from the start of the lowest rank, or the first batch, to the last batch. `step_times_ns` are
-    means of at most 32 parts of the run.
+    Its times are those of its ranks' clocks, so that a run that waited in a spool has its own begin, end and duration.
+    `step_times_ns` are means of at most 32 parts of the run.
     """
 
     diagnosis: Annotated[LastDiagnosis | None, doc("The last diagnosis; null before the first.")]
-    duration_ns: Annotated[int, doc("Time from the start of the lowest rank to the last batch, in nanoseconds.")]
+    began_ns: Annotated[int | None, doc("`began_ns` of its first attempt; null if imported files lack it.")]
+    ended_ns: Annotated[int | None, doc("`ended_ns` of its latest attempt; null while it runs, or if files lack it.")]
+    duration_ns: Annotated[int, doc("Time from its begin to its last batch, in nanoseconds; of files that they cover.")]
     step_ns: Annotated[int | None, doc("Median of `step_times_ns`, in nanoseconds; null without steps.")]
     steps_per_s: Annotated[float | None, doc("Steps a second at the end of the run; null without steps.")]
     step_times_ns: Annotated[
@@ -156,7 +161,7 @@ def list_runs(
     `next` is the cursor of the next page; `state` filters within a page. `search` has words between spaces, and ignores
     the case of letters. With `seen_after_ns` a list that is known already is kept up to date.
 
-    Step times and rate of a live run may be those of five seconds ago.
+    Duration, step times and rate of a live run may be those of five seconds ago.
 
     `diagnosis` is the result of the last request for diagnostics, with the verdict of the worst finding. `current` is
     true if no batch arrived since, and the run is over or lost, or the result is younger than two seconds.
@@ -223,12 +228,16 @@ def _run_json(run: Run, settings: Settings) -> RunSummary:
 
 def _listed_run(run: Run, digest: RunDigest, reports: Reports, settings: Settings) -> ListedRun:
     tags, note = labels_of(run, (digest.tags, digest.note))
+    summary = _run_json(run, settings)
+    began_ns, ended_ns, duration_ns = _times(run, digest.span, summary["state"])
     return {
-        **_run_json(run, settings),
+        **summary,
         "tags": tags,
         "note": note,
         "diagnosis": _diagnosis_json(reports, run),
-        "duration_ns": _duration_ns(run, digest),
+        "began_ns": began_ns,
+        "ended_ns": ended_ns,
+        "duration_ns": duration_ns,
         "step_ns": digest.step_ns,
         "steps_per_s": digest.steps_per_s,
         "step_times_ns": list(digest.step_times_ns),
@@ -236,11 +245,16 @@ def _listed_run(run: Run, digest: RunDigest, reports: Reports, settings: Setting
     }
 
 
-def _duration_ns(run: Run, digest: RunDigest) -> int:
-    """Time to the last batch; of imported files the time that they cover, 0 for dumps."""
-    if run.imported:
-        return max(0, (digest.latest_ns or 0) - (digest.began_ns or 0))
-    return max(0, run.last_seen_ns - min(run.created_ns, digest.began_ns or run.created_ns))
+def _times(run: Run, span: Span | None, state: RunState) -> tuple[int | None, int | None, int]:
+    """Begin, end and duration of a run, as `AttemptOutcome` has the times of an attempt."""
+    if span is None:
+        span = Span(run.created_ns, run.last_seen_ns)
+    began_ns, latest_ns, is_dated = span
+    duration_ns = max(0, latest_ns - began_ns)
+    if not is_dated or (run.imported and state == "hung"):
+        return None, None, duration_ns
+    is_open = state in _OPEN and not run.is_over
+    return began_ns, None if is_open else latest_ns, duration_ns
 
 
 def _diagnosis_json(reports: Reports, run: Run) -> LastDiagnosis | None:

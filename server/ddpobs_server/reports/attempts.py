@@ -9,13 +9,12 @@ from typing import Literal
 from ddpobs import wire
 from ddpobs.wire.states import RunState
 from ddpobs_server.analysis.causes.rank_ends import End, ends_of
-from ddpobs_server.store import AttemptSummary, Run, Store
+from ddpobs_server.reports.run_times import span_of_attempt
+from ddpobs_server.store import AttemptSummary, AttemptTimes, Run, Store
 
 Outcome = Literal["running", "finished", "interrupted", "failed", "superseded", "hung", "lost"]
 _LATEST: dict[RunState, Outcome] = {"running": "running", "stalled": "running", "hung": "hung", "lost": "lost"}
 _OPEN = ("running", "hung")
-_EARLIEST_NS = 10**18
-"""An earlier time of a file, before September 2001, is that of a clock which does not show the time of day."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +29,12 @@ class AttemptOutcome:
         reason: The reason in one line; empty if the attempt runs or finished.
         first_rank: Rank that failed, died, was terminated or interrupted first; None if none did, or the command
             ended before any rank joined.
-        began_ns: Start of rank 0's process on its wall clock, as Unix time, in nanoseconds; the arrival of the
+        began_ns: Start of the lowest rank's process on its wall clock, as Unix time, in nanoseconds; the arrival of the
             attempt's first batch if that is earlier, or the start is not known. Of imported files their first time;
             None if they lack it.
-        ended_ns: Arrival of its last batch, as Unix time, in nanoseconds; None while it runs. Of imported files their
-            last time; None if they lack it or show a hang.
+        ended_ns: Time of its last batch on its rank's wall clock, as Unix time, in nanoseconds; the arrival of that
+            batch if it is earlier, or the start is not known; None while it runs. Of imported files their last time;
+            None if they lack it or show a hang.
         world_size: Number of ranks that the training has.
         ranks: Number of ranks that have reported.
         steps: Number of steps.
@@ -64,12 +64,12 @@ def attempt_outcomes(store: Store, run: Run, state: RunState, hang: str) -> list
     events: dict[str, list[tuple[int, wire.Event]]] = defaultdict(list)
     for attempt, rank, event in store.end_events(run.run):
         events[attempt].append((rank, event))
-    result, begins, recorded = [], store.attempt_begins(run.run), store.recorded_ends(run.run)
-    held = store.imported_steps([run.run]) if recorded else {}
+    result, known = [], store.attempt_times([run.run])[run.run]
+    held = store.imported_steps([run.run]) if any(times.imported for times in known.values()) else {}
     for summary in store.attempt_summaries(run.run):
         ends = ends_of(events[summary.attempt])
         outcome = _outcome(summary, state if summary.attempt == run.attempt else None)
-        began_ns, ended_ns = _times(summary, outcome, begins.get(summary.attempt), recorded.get(summary.attempt))
+        began_ns, ended_ns = _times(summary, outcome, known.get(summary.attempt))
         first = ends[0] if ends and outcome in ("failed", "interrupted") else None
         result.append(
             AttemptOutcome(
@@ -88,15 +88,14 @@ def attempt_outcomes(store: Store, run: Run, state: RunState, hang: str) -> list
     return result
 
 
-def _times(
-    summary: AttemptSummary, outcome: Outcome, began_ns: int | None, recorded_ns: int | None
-) -> tuple[int | None, int | None]:
+def _times(summary: AttemptSummary, outcome: Outcome, times: AttemptTimes | None) -> tuple[int | None, int | None]:
     """Begin and end of an attempt: of imported files as they have them, because their upload says nothing of either."""
-    if recorded_ns is None:
-        is_open = outcome in _OPEN and not summary.is_over
-        return min(summary.first_seen_ns, began_ns or summary.first_seen_ns), None if is_open else summary.last_seen_ns
-    is_known = began_ns is not None and began_ns >= _EARLIEST_NS
-    return (began_ns, recorded_ns) if is_known and outcome != "hung" else (None, None)
+    if times is None:
+        times = AttemptTimes(summary.first_seen_ns, summary.last_seen_ns, None, summary.last_seen_ns)
+    span = span_of_attempt(times)
+    if times.imported and (not span.is_dated or outcome == "hung"):
+        return None, None
+    return span.began_ns, None if outcome in _OPEN and not summary.is_over else span.latest_ns
 
 
 def _outcome(summary: AttemptSummary, state: RunState | None) -> Outcome:

@@ -1,4 +1,4 @@
-"""A digest of each run for the list of runs: its step time over time, its rate, its host and labels.
+"""A digest of each run for the list of runs: its times, its step time over time, its rate, its host and labels.
 
 Digests are kept by the run's last commit, so that a list of a thousand runs reads only those that have changed.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from ddpobs import wire
+from ddpobs_server.reports.run_times import Span, span_of_run
 from ddpobs_server.store import Run, RunVersion, Store, trained_labels
 from ddpobs_server.web.run_faults import RunFaults
 
@@ -24,14 +25,13 @@ _KEPT, _FRESH_S = 5000, 5.0
 
 @dataclass(frozen=True)
 class RunDigest:
-    """Facts of a run's latest attempt.
+    """Facts of a run; all but its span are of its latest attempt.
 
     Attributes:
         step_times_ns: Mean step time of at most 32 parts of the run, oldest first.
         steps_per_s: Steps a second at the end; None without steps.
         host: Host of its lowest rank; empty if unknown.
-        began_ns: Start of that rank's process, as Unix time; None if unknown.
-        latest_ns: Latest time that it sent, on the same clock; None if its start is unknown.
+        span: Begin of the run's first attempt, and the latest time of all; None if unknown.
         tags: Tags that the training set.
         note: Note that the training set.
     """
@@ -39,8 +39,7 @@ class RunDigest:
     step_times_ns: tuple[int, ...] = ()
     steps_per_s: float | None = None
     host: str = ""
-    began_ns: int | None = None
-    latest_ns: int | None = None
+    span: Span | None = None
     tags: tuple[str, ...] = ()
     note: str = ""
 
@@ -93,8 +92,8 @@ class RunDigests:
         return digests
 
     def _read(self, keys: Sequence[str]) -> dict[str, RunDigest]:
-        parts, hellos, begins = self._store.step_parts(keys), self._store.hellos(keys), self._store.begins(keys)
-        return {key: _digest(parts.get(key, []), hellos.get(key), begins.get(key)) for key in keys}
+        parts, hellos, times = self._store.step_parts(keys), self._store.hellos(keys), self._store.attempt_times(keys)
+        return {key: _digest(parts.get(key, []), hellos.get(key), span_of_run(times[key].values())) for key in keys}
 
 
 def _is_current(kept: _Kept | None, run: Run, now_s: float) -> bool:
@@ -107,18 +106,14 @@ def _digest_of(kept: _Kept | None) -> RunDigest:
     return kept.digest if kept is not None else RunDigest()
 
 
-def _digest(
-    parts: Sequence[tuple[int, float]], hello: wire.Hello | None, times_ns: tuple[int, int] | None
-) -> RunDigest:
-    began_ns, latest_ns = times_ns or (None, None)
+def _digest(parts: Sequence[tuple[int, float]], hello: wire.Hello | None, span: Span | None) -> RunDigest:
     tags, note = trained_labels(hello)
     steps, wall_ns = (sum(values) for values in zip(*parts[-_RECENT:], strict=True)) if parts else (0, 0.0)
     return RunDigest(
         step_times_ns=tuple(round(ns / count) for count, ns in parts if count),
         steps_per_s=steps / wall_ns * 1e9 if wall_ns > 0 else None,
         host=hello.host if hello is not None else "",
-        began_ns=began_ns,
-        latest_ns=latest_ns,
+        span=span,
         tags=tags,
         note=note,
     )

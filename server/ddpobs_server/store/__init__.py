@@ -26,6 +26,7 @@ from ddpobs_server.store.queries.run_labels import labels_of, trained_labels
 from ddpobs_server.store.rows import (
     Attempt,
     AttemptSummary,
+    AttemptTimes,
     AuditAction,
     AuditEntry,
     CallerKind,
@@ -49,6 +50,7 @@ __all__ = [
     "Arrival",
     "Attempt",
     "AttemptSummary",
+    "AttemptTimes",
     "AuditAction",
     "AuditEntry",
     "BucketRollup",

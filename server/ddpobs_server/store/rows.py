@@ -206,6 +206,26 @@ class AttemptSummary(Attempt):
 
 
 @dataclass(frozen=True)
+class AttemptTimes:
+    """Times of an attempt, as Unix time in ns.
+
+    Attributes:
+        first_seen_ns: Arrival of its first batch.
+        last_seen_ns: Arrival of its latest batch.
+        began_ns: Start of the process of its lowest rank, on that rank's clock; None if no rank has reported it.
+        latest_ns: Latest time at which a rank made a batch, on its own clock, but no later than its arrival; of
+            imported files their last time.
+        imported: Whether it is of imported files.
+    """
+
+    first_seen_ns: int
+    last_seen_ns: int
+    began_ns: int | None
+    latest_ns: int
+    imported: bool = False
+
+
+@dataclass(frozen=True)
 class Source:
     """A process of an attempt.
 

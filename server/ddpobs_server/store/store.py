@@ -30,6 +30,7 @@ from ddpobs_server.store.queries import (
     notification_queries,
     run_labels,
     run_queries,
+    time_queries,
     token_queries,
     workspace_queries,
 )
@@ -289,7 +290,6 @@ class Store:
     set_labels = _writes(run_labels.set_labels)
     step_parts = _reads(digest_queries.step_parts)
     hellos = _reads(digest_queries.hellos)
-    begins = _reads(digest_queries.begins)
     version = _reads(run_queries.version)
     going_on = _reads(run_queries.going_on)
     urgent_runs = _reads(run_queries.urgent)
@@ -304,8 +304,7 @@ class Store:
 
     attempts = _reads(attempt_queries.attempts)
     attempt_summaries = _reads(attempt_queries.attempt_summaries)
-    attempt_begins = _reads(attempt_queries.attempt_begins)
-    recorded_ends = _reads(attempt_queries.recorded_ends)
+    attempt_times = _reads(time_queries.attempt_times)
     imported_steps = _reads(attempt_queries.imported_steps)
     end_events = _reads(attempt_queries.end_events)
     sources = _reads(attempt_queries.sources)

@@ -37,7 +37,7 @@ function models(modules) {
 
 // When a run trained, and when it was last seen. A trace may have no time of day; imported dumps have no step.
 function timesOf(format, counts, shown) {
-  const seen = ago(counts.last_seen_ns ?? counts.ended_ns);
+  const seen = ago((format ? null : shown?.ended_ns) ?? counts.last_seen_ns ?? counts.ended_ns);
   const range = shown?.began_ns ? clockRange(shown.began_ns, shown.ended_ns) : "";
   if (!format) return [range, `last seen ${seen}`];
   return [counts.steps ? range : "", `imported (${format}) ${seen}`];

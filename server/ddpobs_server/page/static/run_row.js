@@ -55,7 +55,8 @@ export class RunRow {
     const host = isKnown(run.host) ? `, the first on ${run.host}` : "";
     this.facts.textContent = `${run.ranks} of ${run.world_size} ranks${host}`;
     const state = element("span", { class: `state ${run.state}` }, run.state);
-    this.cells.state.replaceChildren(state, element("span", { class: "muted seen" }, ago(run.last_seen_ns)));
+    const seen = element("span", { class: "muted seen" }, ago(run.ended_ns ?? run.last_seen_ns));
+    this.cells.state.replaceChildren(state, seen);
   }
 
   #showFinding(run) {
@@ -72,7 +73,7 @@ export class RunRow {
     this.cells.rate.textContent = run.steps_per_s === null ? "–" : digits(run.steps_per_s);
     this.cells.steps.textContent = String(run.steps);
     this.cells.duration.textContent = duration(run.duration_ns || null);
-    this.#fill(this.cells.started, run.created_ns, () => [started(run.created_ns)]);
+    this.#fill(this.cells.started, run.began_ns, () => [run.began_ns === null ? "–" : started(run.began_ns)]);
   }
 }
 

@@ -20,7 +20,6 @@ from ddpobs_server.store.sums import bucket_sums
 
 _END_EVENTS, _END_EVENT_BYTES = 10_000, 8_000_000
 """Maximum number of events that `end_events` returns, and their most bytes: a traceback may have 16,384 characters."""
-_NEVER_NS = 2**63 - 1
 _LARGE = ("hello", "pulse", "stuck_pulse")
 """Columns with most of a source's bytes."""
 _PULSE_BYTES, _SHORT_PULSE = 16_000_000, 512
@@ -55,23 +54,6 @@ def attempt_summaries(connection: Connection, run: str) -> list[AttemptSummary]:
     return [AttemptSummary(row[0], *map(int, row[1:])) for row in connection.execute(query)]
 
 
-def attempt_begins(connection: Connection, run: str) -> dict[str, int]:
-    """Start of the process of each attempt's rank 0 on its wall clock, as Unix time in ns, where it is known."""
-    c = schema.sources.c
-    query = select(c.attempt, c.wall_ns, c.monotonic_ns, c.account).where(c.run_id == run, c.rank == 0)
-    begins: dict[str, int] = {}
-    for attempt, wall_ns, monotonic_ns, body in connection.execute(query.where(c.account.is_not(None))):
-        begins[attempt] = min(begins.get(attempt, _NEVER_NS), process_began_ns(wall_ns, monotonic_ns, body))
-    return begins
-
-
-def recorded_ends(connection: Connection, run: str) -> dict[str, int]:
-    """Last time that the files of each imported attempt have, as Unix time in ns; small if they have no time of day."""
-    c = schema.sources.c
-    query = select(c.attempt, func.max(c.wall_ns)).where(c.run_id == run, c.ended == IMPORTED).group_by(c.attempt)
-    return {attempt: int(wall_ns) for attempt, wall_ns in connection.execute(query)}
-
-
 def imported_steps(connection: Connection, runs: Sequence[str]) -> dict[tuple[str, str], int]:
     """Steps that the files of each imported attempt hold, by (run, attempt): they may begin in mid-training."""
     s, t = schema.sources.c, schema.rollups.c
@@ -85,12 +67,6 @@ def imported_steps(connection: Connection, runs: Sequence[str]) -> dict[tuple[st
     for run, attempt, steps in connection.execute(query):
         held[run, attempt] = max(held.get((run, attempt), 0), int(steps))
     return held
-
-
-def process_began_ns(wall_ns: int, monotonic_ns: int, account: bytes | str) -> int:
-    """Start of a process on its wall clock, as Unix time in ns, from its anchor and its encoded account."""
-    decoded = _decode_account(account)
-    return wall_ns - monotonic_ns + (decoded.imported_ns if decoded.started_ns is None else decoded.started_ns)
 
 
 def end_events(connection: Connection, run: str) -> list[tuple[str, int, wire.Event]]:

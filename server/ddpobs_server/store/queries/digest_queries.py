@@ -1,4 +1,4 @@
-"""Facts of many runs for a list: step times, hellos and starts. The statements do not grow with the runs."""
+"""Facts of many runs for a list: step times and hellos. The statements do not grow with the runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from sqlalchemy import ColumnElement, Connection, Subquery, func, select
 from ddpobs import wire
 from ddpobs_server.store import schema
 from ddpobs_server.store.database.sql import float_sum
-from ddpobs_server.store.queries.attempt_queries import process_began_ns
 from ddpobs_server.store.schema import ROLLUP_STEPS
 
 PARTS = 32
@@ -45,17 +44,6 @@ def hellos(connection: Connection, runs: Sequence[str]) -> dict[str, wire.Hello]
     query = select(_s.run_id, _s.hello).join(lowest, _is_lowest(lowest)).where(_s.run_id.in_(runs))
     rows = connection.execute(query.where(_s.hello.is_not(None)))
     return {run: msgspec.json.decode(text, type=wire.Hello) for run, text in rows}
-
-
-def begins(connection: Connection, runs: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """The process of the lowest rank of each run's latest attempt, if its start is known: that, and its latest time.
-
-    Both are Unix time in ns.
-    """
-    lowest = _lowest_ranks(runs)
-    query = select(_s.run_id, _s.wall_ns, _s.monotonic_ns, _s.account).join(lowest, _is_lowest(lowest))
-    rows = connection.execute(query.where(_s.run_id.in_(runs), _s.account.is_not(None)))
-    return {run: (process_began_ns(wall_ns, monotonic_ns, body), wall_ns) for run, wall_ns, monotonic_ns, body in rows}
 
 
 def _lowest_ranks(runs: Sequence[str]) -> Subquery:
