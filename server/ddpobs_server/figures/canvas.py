@@ -27,7 +27,7 @@ from ddpobs_server.analysis.steps.joined_steps import Floats
 from ddpobs_server.figures.theme import Theme
 
 FONT = "system-ui, sans-serif"
-_LEGEND_ROW = 26
+LEGEND_ROW = 26
 """Height of a row of a legend."""
 _TOOLS = (
     ":host {{ --bokeh-icon-color: {icon}; }} :focus-visible {{ outline: 2px solid {focus} !important; "
@@ -111,7 +111,7 @@ def add_legend(plot: figure, theme: Theme) -> None:
     columns = min(theme.legend_columns, len(legend.items))
     legend.ncols = columns
     legend.label_height = legend.glyph_height = legend.glyph_width = 14
-    plot.height = (plot.height or 0) + _LEGEND_ROW * (-(-len(legend.items) // columns) - 1)
+    plot.height = (plot.height or 0) + LEGEND_ROW * (-(-len(legend.items) // columns) - 1)
     legend.background_fill_color, legend.border_line_color = theme.paper, None
     legend.label_text_color, legend.label_text_font = theme.ink, FONT
     legend.label_text_font_size, legend.padding, legend.spacing = "12px", 2, 10  # type: ignore[assignment]

@@ -15,6 +15,7 @@ from bokeh.resources import Resources
 
 from ddpobs.shared.quantities import time_range
 from ddpobs.shared.words import finding_lines, shown_findings
+from ddpobs_server.figures.canvas import LEGEND_ROW
 from ddpobs_server.figures.report_policy import report_policy
 from ddpobs_server.figures.report_tables import ReportTable
 from ddpobs_server.figures.theme import DARK, dark_colors
@@ -26,20 +27,36 @@ _CODE = re.compile(r"`([^`]+)`")
 _STATIC = Path(__file__).parent / "static"
 _START = """
 const isDark = matchMedia("(prefers-color-scheme: dark)");
-const { colors, scale } = JSON.parse(document.getElementById("dark").textContent);
+const { colors, scale, row } = JSON.parse(document.getElementById("theme").textContent);
 const darkened = new Map(colors);
-const item = (text) => {
-  if (!isDark.matches || !document.body.matches(".auto")) return JSON.parse(text);
-  return JSON.parse(text, (key, value) => (key === "palette" ? scale : darkened.get(value) ?? value));
+// A legend has as many columns as are as wide as the figure; each row makes the figure higher.
+const item = (text, columns) => {
+  const isDarkened = isDark.matches && document.body.matches(".auto");
+  let rows = 0;
+  return JSON.parse(text, (key, value) => {
+    if (value?.name === "Legend") {
+      const { items, ncols } = value.attributes;
+      value.attributes.ncols = Math.min(ncols, columns);
+      rows = Math.ceil(items.length / value.attributes.ncols) - Math.ceil(items.length / ncols);
+    }
+    if (value?.name === "Figure") value.attributes.height += rows * row;
+    if (!isDarkened) return value;
+    return key === "palette" ? scale : darkened.get(value) ?? value;
+  });
 };
+const places = document.querySelectorAll("[data-item]");
+const fitting = () => Math.max(1, Math.floor(places[0]?.clientWidth / 165));
+let columns = 0;
 function draw() {
+  columns = fitting();
   for (const drawn of Bokeh.documents.splice(0)) drawn.clear();
-  for (const place of document.querySelectorAll("[data-item]")) {
+  for (const place of places) {
     place.replaceChildren();
-    Bokeh.embed.embed_item(item(document.getElementById(place.dataset.item).textContent), place);
+    Bokeh.embed.embed_item(item(document.getElementById(place.dataset.item).textContent, columns), place);
   }
 }
 isDark.addEventListener("change", draw);
+addEventListener("resize", () => fitting() !== columns && draw());
 draw();
 """
 
@@ -94,9 +111,9 @@ def figure_page(run: str, picture: Mapping[str, Any], dark: bool) -> tuple[str, 
 
 def _page(run: str, parts: Sequence[str], nonce: str, scheme: str) -> str:
     """The page in a colour scheme: `light`, `dark`, or `auto` for the reader's."""
-    dark = json.dumps({"colors": dark_colors(), "scale": DARK.cost})
+    theme = json.dumps({"colors": dark_colors(), "scale": DARK.cost, "row": LEGEND_ROW})
     scripts = [(_STATIC / "style_nonce.js").read_text(), *Resources(mode="inline", components=["bokeh"]).js_raw, _START]
-    colors = f'<script nonce="{nonce}" type="application/json" id="dark">{dark}</script>'
+    colors = f'<script nonce="{nonce}" type="application/json" id="theme">{theme}</script>'
     body = "\n".join([*parts, colors, *(f'<script nonce="{nonce}">{script}</script>' for script in scripts)])
     return f"""<!doctype html>
 <html lang="en">
