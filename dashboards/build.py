@@ -1,4 +1,4 @@
-"""Build the Grafana dashboards, and the rules in `deploy/kubernetes/`: `python -m dashboards.build`.
+"""Build the Grafana dashboards, the rules in `deploy/kubernetes/`, and the alerts' page: `python -m dashboards.build`.
 
 A module of this folder is a dashboard, unless `_SHARED` names it, and has a function of its own name that returns it.
 """
@@ -12,10 +12,12 @@ from pathlib import Path
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
+from dashboards import alert_page
+
 FOLDER = Path(__file__).parent / "grafana"
 PROMETHEUS = Path(__file__).parent / "prometheus"
 RULES = Path(__file__).parents[1] / "deploy/kubernetes/prometheus-operator/rules.yaml"
-_SHARED = {"build", "panels", "tables"}
+_SHARED = {"alert_page", "build", "panels", "tables"}
 
 
 def dashboard_files() -> dict[str, str]:
@@ -47,9 +49,10 @@ def prometheus_rules() -> str:
 
 
 def main() -> None:
-    """Write the rules and every dashboard, print their paths, and delete dashboards that the code has no longer."""
-    RULES.write_text(prometheus_rules())
-    print(RULES.relative_to(FOLDER.parents[1]))
+    """Write the rules, the alerts' page and every dashboard, print their paths, and delete former dashboards."""
+    for path, text in ((RULES, prometheus_rules()), (alert_page.PAGE, alert_page.alert_page())):
+        path.write_text(text)
+        print(path.relative_to(FOLDER.parents[1]))
     files = dashboard_files()
     for name, text in files.items():
         json.loads(text)

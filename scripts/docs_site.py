@@ -10,11 +10,9 @@ import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import yaml
 from ddpobs_server.analysis.finding import Facts
 from ddpobs_server.analysis.findings.registry import FACTS, MODULES
 from ddpobs_server.app import create_app
@@ -31,7 +29,6 @@ from typer.main import get_command
 from ddpobs.cli import main as commands
 from scripts.combinations import table as combinations
 
-ALERTS = Path(__file__).resolve().parents[1] / "dashboards" / "prometheus" / "alerts.yml"
 OUTSIDE = re.compile(
     r"\[((?:[^\[\]]|\[[^\]]*\])+)\]\((?:\.\./)+((?:benchmarks|ddpobs|server|tests|examples|deploy|README|CONTRIBUTING)[^)]*)\)"
 )
@@ -180,38 +177,7 @@ def collector_metric_reference() -> str:
     return "\n".join(["| metric | meaning |", "|---|---|", *rows])
 
 
-def alert_reference() -> str:
-    """Each alert with its severity, its texts and its expression, as Markdown; those about runs first."""
-    rules = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
-    of_runs = [rule for rule in rules if "$labels.instance" not in rule["annotations"]["summary"]]
-    of_collector = [rule for rule in rules if rule not in of_runs]
-    return "\n\n".join(["## About runs", *map(_alert, of_runs), "## About the collector", *map(_alert, of_collector)])
-
-
-def _alert(rule: dict[str, Any]) -> str:
-    held = f" after {rule['for']}" if "for" in rule else ""
-    texts = [_plain(rule["annotations"][name]) for name in ("summary", "description")]
-    expression = f"```text\n{rule['expr'].strip()}\n```"
-    return "\n\n".join(
-        [f"### {rule['alert']}", f"**{rule['labels']['severity']}**{held}: {texts[0]}", texts[1], expression]
-    )
-
-
-def _plain(template: str) -> str:
-    """A text of Prometheus' templates with names for its values; of two texts, that of a value that is known."""
-    text = re.sub(r"\{\{ if .*?\{\{ else \}\}(.*?)\{\{ end \}\}", r"\1", template, flags=re.DOTALL)
-    text = re.sub(r"\{\{ with \$labels\.(\w+) \}\}([^{]*)\{\{ \. \}\}", r"\2{{ $labels.\1 }}", text)
-    text = re.sub(r"\{\{ with label \"(\w+)\" \$why \}\}([^{]*)\{\{ \. \}\}", r"\2{{ $labels.\1 }}", text)
-    text = re.sub(r"\{\{ else \}\}[^{]*", "", text)
-    text = re.sub(
-        r"\{\{ \$labels\.(\w+) \}\}|\{\{ label \"(\w+)\" \$why \}\}", lambda found: (found[1] or found[2]).upper(), text
-    )
-    text = re.sub(r"\{\{ \$value.*?\}\}", "VALUE", text)
-    return re.sub(r"\{\{.*?\}\}", "", text).replace("\n", "  \n").replace("<", "&lt;")
-
-
 GENERATED = {
-    "[alerts]": alert_reference,
     "[combinations]": combinations,
     "[commands]": command_reference,
     "[fields]": field_reference,

@@ -17,6 +17,7 @@ import yaml
 from ddpobs_server.figures.theme import PART_COLORS, PART_TITLES
 
 from dashboards import build
+from dashboards.alert_page import GUIDES, PAGE, alert_page
 from dashboards.build import dashboard_files
 from dashboards.panels import TOP
 from tests.support.integration.tools import need
@@ -307,12 +308,18 @@ def test_an_alert_has_texts_a_page_of_the_guide_and_a_dashboard(rule: Any) -> No
     of_run = {"page_url"} if "labels.run " in annotations["summary"] else set()
     assert set(annotations) == {"summary", "description", "runbook_url", "dashboard_url"} | of_run
     base = r'\{\{ with query "last_over_time\(ddpobs_server_info\[1d\]\)" \}\}.*"%s" \}\}\{\{ end \}\}'
-    help_page = re.fullmatch(base % "public_url" + r"/help/([\w-]+)", annotations["runbook_url"])
-    assert help_page is not None
-    assert list((ROOT / "docs").glob(f"*/{help_page[1]}.md"))
+    help_page = base % "public_url" + f"/help/alerts#{rule['alert'].lower()}"
+    assert re.fullmatch(help_page, annotations["runbook_url"])
+    assert f"### {rule['alert']}\n" in PAGE.read_text()
     uid = re.match(base % "grafana_url" + r"/d/([\w-]+)", annotations["dashboard_url"])
     assert uid is not None
     assert uid[1] in {board["uid"] for board in BOARDS.values()}
+
+
+def test_the_page_of_the_alerts_is_that_of_the_rules() -> None:
+    assert PAGE.read_text() == alert_page(), "run make dashboards"
+    assert {rule["alert"] for rule in RULES} >= GUIDES.keys()
+    assert all((ROOT / "docs" / f"{page}.md").exists() for page in GUIDES.values())
 
 
 def test_every_alert_has_a_case_in_which_it_does_not_fire() -> None:

@@ -23,9 +23,10 @@ from typer.main import get_command
 import ddpobs.horovod
 from benchmarks import measured
 from benchmarks.paper.experiments import EXPERIMENTS
+from dashboards.alert_page import ALERTS, alert_reference
 from ddpobs import TelemetryConfig, cli, wire
 from ddpobs.recording.error_text import describe
-from scripts.docs_site import ALERTS, GENERATED, alert_reference, command_reference
+from scripts.docs_site import GENERATED, command_reference
 from tests.support.longest_files import FIRST
 
 ROOT = Path(__file__).resolve().parents[2]

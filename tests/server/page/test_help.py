@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 from axe_playwright_python.sync_playwright import Axe
 from ddpobs_server.analysis.findings.registry import MODULES
+from playwright.sync_api import expect
 
+from dashboards.alert_page import ALERTS
 from tests.support.server.browsing import Visit
 
 CODES = [*(code for module in MODULES for code in module.CODES), "concepts"]
@@ -29,7 +33,7 @@ def test_a_finding_links_to_its_help(browser: object, url: str) -> None:
     assert visit.errors == []
 
 
-@pytest.mark.parametrize("code", ["crash", "monitoring", "concepts"])
+@pytest.mark.parametrize("code", ["crash", "monitoring", "concepts", "alerts"])
 def test_help_is_readable_on_a_phone(browser: Any, url: str, code: str) -> None:
     visit = Visit(browser, f"{url}/help/{code}")
     visit.page.set_viewport_size({"width": 390, "height": 844})
@@ -37,6 +41,24 @@ def test_help_is_readable_on_a_phone(browser: Any, url: str, code: str) -> None:
     assert visit.page.evaluate(wide) == 0
     results = Axe().run(visit.page)
     assert results.violations_count == 0, results.generate_report()
+
+
+def test_each_alert_links_to_its_own_place_in_the_help(browser: Any, url: str) -> None:
+    rules = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+    visit = Visit(browser, f"{url}/help/alerts")
+    for rule in rules:
+        path, _, anchor = rule["annotations"]["runbook_url"].rpartition("{{ end }}")[2].partition("#")
+        assert path == "/help/alerts"
+        expect(visit.page.locator(f"h3#{anchor}")).to_have_text(rule["alert"])
+    visit.page.goto(f"{url}/help/alerts#{anchor}")
+    expect(visit.page.locator(f"h3#{anchor}")).to_be_in_viewport()
+    visit.page.get_by_role("link", name="how they are sent").click()
+    expect(visit.page.locator("h2#alerts")).to_be_in_viewport()
+    visit.page.go_back()
+    for guide in visit.page.get_by_role("link", name=re.compile("^(straggler|retention)$")).all():
+        address = guide.get_attribute("href")
+        assert httpx.get(f"{url}/help/{address}").status_code == 200
+    assert visit.errors == []
 
 
 def test_there_is_no_help_on_an_unknown_finding(url: str) -> None:
