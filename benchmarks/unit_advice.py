@@ -23,8 +23,9 @@ from typing import Any
 import httpx
 import numpy as np
 
+from benchmarks.command import measure_and_print, parser_of
 from benchmarks.faults.launch import ranks_of
-from benchmarks.links import INTERFACE, LinkError, Links, address, links
+from benchmarks.links import INTERFACE, Links, address, links
 from benchmarks.rig.collector import push, running_collector, spooling
 
 SCRIPT = Path(__file__).with_name("whatif") / "sharded_training.py"
@@ -150,22 +151,14 @@ def report(found: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--gbps", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=48)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--smoke", action="store_true", help="the smallest run that touches everything")
     options = parser.parse_args()
     if options.smoke:
         options.rounds, options.steps = 1, 32
-    try:
-        found = run(options)
-    except LinkError as error:
-        sys.exit(f"benchmarks.unit_advice: {error}")
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
-    print(report(found))
+    measure_and_print("benchmarks.unit_advice", options, run, report)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,9 @@ from typing import Any
 import httpx
 import numpy as np
 
+from benchmarks.command import measure_and_print, parser_of
 from benchmarks.faults.launch import ranks_of
-from benchmarks.links import INTERFACE, LinkError, Links, address, links
+from benchmarks.links import INTERFACE, Links, address, links
 from benchmarks.rig.collector import push, running_collector, spooling
 
 SCRIPT = Path(__file__).with_name("training.py")
@@ -233,14 +234,12 @@ def report(results: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", default="waiting,deep,transformer")
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--links", default="0.5,1,2", help="Gbit/s")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--small", action="store_true", help="two models on two ranks, 40 steps")
-    parser.add_argument("--smoke", action="store_true", help="the smallest run that touches everything")
     options = parser.parse_args()
     if options.small:
         options.models, options.ranks, options.steps = "waiting,transformer", "2", 40
@@ -248,13 +247,7 @@ def main() -> None:
         options.models, options.ranks, options.links, options.steps = "waiting", "2", "1", 30
     options.models = options.models.split(",")
     options.ranks, options.links = list(map(int, options.ranks.split(","))), list(map(float, options.links.split(",")))
-    try:
-        results = run(options)
-    except LinkError as error:
-        sys.exit(f"benchmarks.whatif: {error}")
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
-    print(report(results))
+    measure_and_print("benchmarks.whatif", options, run, report)
 
 
 if __name__ == "__main__":
