@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.broken import FAULTS
+from benchmarks.whatif.__main__ import CAPS_MB, OF_OTHERS
 from ddpobs import TelemetryConfig
 from tests.support.integration.tools import need
 from tests.support.smoke import LIMIT_S, run
@@ -76,7 +77,9 @@ def test_whatif_predicts_each_setting_from_one_and_measures_it(tmp_path: Path) -
     need("tc", "iproute2")
     output = run("whatif/__main__", "--json", str(tmp_path / "results.json"))
     results = json.loads((tmp_path / "results.json").read_text())
-    assert len(results["rows"]) == 8
+    kinds = [row["kind"] for row in results["rows"]]
+    assert kinds.count(OF_OTHERS) == len(CAPS_MB) * (len(CAPS_MB) - 1)
+    assert len(kinds) - kinds.count(OF_OTHERS) == 8
     assert all(row["measured_ns"] > 0 for row in results["rows"])
     assert "\n| all | " in output
 
