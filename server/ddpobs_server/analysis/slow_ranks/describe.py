@@ -121,7 +121,8 @@ def _measure(slow: SlowRank, evidence: Evidence, part: Stage | RankGroup | None)
     if part is not None:
         words.append(f"over the other {part.members}")
     share = percent(slow.excess_ns / max(1, slow.step_ns))
-    whole = "it" if slow.is_persistent else "a usual step"
+    step_again = "the step" if slow.without_queue else "it"
+    whole = step_again if slow.is_persistent else "a usual step"
     lost = waiting_text(slow.lost_ns, len(evidence.joined.ranks))
     if evidence.averages_apart:
         return f"{' '.join(words)}, {percent(slow.late_share)} of the times; {lost}"
