@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from http import HTTPStatus
 from pathlib import Path
@@ -38,6 +38,8 @@ from ddpobs.wire.endings import IMPORTED
 _MIN_SHARE, _MAX_PARTS = 0.01, 8
 _TEXTS = {"traceback": ("stack", 20), "output": ("output", 10)}
 """Texts of the evidence that are printed as they are: label, and maximum number of last lines."""
+_OF_THE_END = {"crash", "hang", "lost"}
+"""Findings that have the reason of the end."""
 _MAX_NAMES = 8
 """Stages or ranks in a line."""
 
@@ -75,7 +77,7 @@ def report(
             with_pipeline = {} if pipeline is None else {"pipeline": pipeline}
             typer.echo(json.dumps(diagnosis | {"account": account} | with_pipeline, indent=2))
         else:
-            _print(diagnosis, account, pipeline, _end(config, run))
+            _print(diagnosis, account, pipeline, _end(config, run, diagnosis["findings"]))
             typer.echo(f"\n{page_address(config.collector, run)}")
     if fail_on is not None:
         severities = list(Severity)[list(Severity).index(fail_on) :]
@@ -96,8 +98,11 @@ def _save_html(config: TelemetryConfig, run: str, file: Path) -> None:
         fail(f"{file}: {error.strerror}", FAILED)
 
 
-def _end(config: TelemetryConfig, run: str) -> tuple[str, str]:
-    """Return how and when the latest attempt ended, and its outcome; empty while it runs."""
+def _end(config: TelemetryConfig, run: str, findings: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Return how and when the latest attempt ended, and its outcome; empty while it runs.
+
+    The reason is left out if a finding has it.
+    """
     try:
         latest = read(config, f"/runs/{run}/attempts").document["attempts"][-1]
     except CollectorError:
@@ -107,7 +112,11 @@ def _end(config: TelemetryConfig, run: str) -> tuple[str, str]:
     outcome = latest["outcome"]
     if _is_imported(config, run):
         return f"imported; the files end at {time_of_day(latest['ended_ns'])}", outcome
-    how = f"rank {latest['first_rank']}: {latest['reason']}" if outcome == "interrupted" else outcome
+    reason = latest.get("reason", "")
+    if reason and latest["first_rank"] is not None:
+        reason = f"rank {latest['first_rank']}: {reason}"
+    is_said = any(finding["code"] in _OF_THE_END for finding in findings)
+    how = reason if outcome == "interrupted" else f"{outcome}: {reason}" if reason and not is_said else outcome
     return f"{how}; ran {time_range(latest['began_ns'], latest['ended_ns'], is_dated=True)}", outcome
 
 

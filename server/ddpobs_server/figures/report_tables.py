@@ -12,6 +12,8 @@ from ddpobs_server.reports.attempts import AttemptOutcome
 from ddpobs_server.store import Source
 
 _MAX_ROWS = 1024
+_ENDS = {"terminated": "ended by SIGTERM"}
+"""Words for an end, as in the page's table of ranks; the others are words themselves."""
 _NOTHING = {"", "unknown", "–"}
 """Cells without a value; an imported file that lacks a fact makes a run that has `unknown`."""
 
@@ -60,7 +62,7 @@ def _ranks(sources: Sequence[Source]) -> list[tuple[str, ...]]:
             str(source.hello.pid) if source.hello and source.hello.pid else "",
             source.hello.device if source.hello else "",
             f"{source.last_step + 1:,}" if source.last_step_seen_ns else "0",
-            source.ended or "–",
+            _ENDS.get(source.ended, source.ended) or "–",
             f"{source.dropped:,}" if source.dropped else "–",
         )
         for source in sorted(sources, key=lambda source: source.rank)[:_MAX_ROWS]

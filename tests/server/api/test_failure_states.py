@@ -234,7 +234,7 @@ def test_a_run_of_which_all_ranks_are_terminated_and_its_attempt_failed(shared: 
         put(shared.url, batch(run, 0, rank, events=[event("terminated", signal="SIGTERM", wall_ns=S)]))
     assert listed_state(shared.url, run) == "failed"
     (attempt,) = attempts(shared.url, run)
-    assert (attempt["outcome"], attempt["reason"]) == ("failed", "terminated by SIGTERM")
+    assert (attempt["outcome"], attempt["reason"]) == ("failed", "ended by SIGTERM")
     assert [finding for finding in findings(shared.url, run) if finding["code"] == "crash"] == []
 
 

@@ -49,6 +49,15 @@ def test_a_run_from_a_spool_has_the_times_of_its_ranks_and_not_of_its_arrival(sh
     assert f"finished; ran {time_range(began_ns, ended_ns, is_dated=True)}" in lines
 
 
+def test_the_terminal_has_the_reason_of_an_end_that_no_finding_has(shared: Collector, run: str) -> None:
+    anchor = wire.Anchor(wall_ns=time.time_ns() - 3600 * S, monotonic_ns=10 * S)
+    ended = [wire.Event(kind="terminated", at_ns=0, step=5, detail={"signal": "SIGTERM"})]
+    put(shared.url, batch(run, 0, 0, anchor=anchor, account=ACCOUNT, events=ended))
+    lines = invoke("report", run, "--collector", shared.url).stdout.splitlines()
+    covered = time_range(anchor.wall_ns - 10 * S, anchor.wall_ns, is_dated=True)
+    assert f"failed: rank 0: ended by SIGTERM; ran {covered}" in lines
+
+
 def test_a_rank_whose_clock_is_ahead_does_not_end_after_its_arrival(shared: Collector, run: str) -> None:
     ahead = wire.Anchor(wall_ns=time.time_ns() + 3600 * S, monotonic_ns=10 * S)
     put(shared.url, batch(run, 0, 0, anchor=ahead, account=ACCOUNT, events=end("goodbye")))

@@ -37,6 +37,11 @@ def test_a_column_without_a_value_is_left_out() -> None:
     assert settings.rows == [("torch", "2.13")]
 
 
+def test_a_rank_that_got_sigterm_has_the_words_of_the_page() -> None:
+    ranks, _ = report_tables([replace(source(), ended="terminated")], [FAILED], [], {})
+    assert [row[-1] for row in ranks.rows] == ["ended by SIGTERM"]
+
+
 def test_an_attempt_has_its_begin_and_its_end() -> None:
     _, attempts = report_tables([source()], [FAILED, replace(FAILED, ordinal=1, ended_ns=None)], [], {})
     assert attempts.columns[-2:] == ("began", "ended")

@@ -89,7 +89,7 @@ class End:
         if self.kind == "failed":
             return f"{self.error}, {self.place}"
         if self.kind == "terminated":
-            return f"terminated by {self.facts.signal or 'a signal'}"
+            return f"ended by {self.facts.signal or 'a signal'}"
         if self.kind == "interrupted":
             return f"interrupted {self.place}"
         if self.facts.oom_kills:
