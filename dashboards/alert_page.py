@@ -1,4 +1,4 @@
-"""The page of the alerts, `docs/reference/alerts.md`, which the alerts link to; the collector serves it as help."""
+"""The page of the alerts, `docs/reference/alerts.md`, which the collector serves as help."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GUIDES = {
     "DdpobsBinsBehind": "operations/retention",
     "DdpobsHistoryLost": "operations/retention",
 }
-"""Pages of the help on what an alert is about."""
+"""Pages of the help on what an alert is about, to which it links; the others link to their place on this page."""
 
 
 def alert_page() -> str:

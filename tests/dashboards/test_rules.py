@@ -308,8 +308,8 @@ def test_an_alert_has_texts_a_page_of_the_guide_and_a_dashboard(rule: Any) -> No
     of_run = {"page_url"} if "labels.run " in annotations["summary"] else set()
     assert set(annotations) == {"summary", "description", "runbook_url", "dashboard_url"} | of_run
     base = r'\{\{ with query "last_over_time\(ddpobs_server_info\[1d\]\)" \}\}.*"%s" \}\}\{\{ end \}\}'
-    help_page = base % "public_url" + f"/help/alerts#{rule['alert'].lower()}"
-    assert re.fullmatch(help_page, annotations["runbook_url"])
+    guide = GUIDES.get(rule["alert"], "").rpartition("/")[2] or f"alerts#{rule['alert'].lower()}"
+    assert re.fullmatch(base % "public_url" + f"/help/{guide}", annotations["runbook_url"])
     assert f"### {rule['alert']}\n" in PAGE.read_text()
     uid = re.match(base % "grafana_url" + r"/d/([\w-]+)", annotations["dashboard_url"])
     assert uid is not None

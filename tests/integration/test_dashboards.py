@@ -216,7 +216,7 @@ def test_the_alert_about_the_slow_rank_reaches_a_receiver_through_alertmanager(
         assert time.monotonic() < deadline, alertmanager.received
         time.sleep(0.2)
     assert f"Run {RUN}: rank {SLOW_RANK} is slow in backward" in alerts[0]["annotations"]["summary"]
-    assert alerts[0]["annotations"]["runbook_url"] == "https://ddpobs.example/help/alerts#ddpobsstraggler"
+    assert alerts[0]["annotations"]["runbook_url"] == "https://ddpobs.example/help/straggler"
     assert alerts[0]["annotations"]["dashboard_url"] == f"/d/ddpobs-ranks?var-run={RUN}"
     description = alerts[0]["annotations"]["description"]
     parts = dict(line.split(": ", 1) for line in description.splitlines()[1:])
