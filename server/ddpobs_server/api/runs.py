@@ -89,8 +89,8 @@ class ListedRun(RunSummary, Labels):
     """
 
     diagnosis: Annotated[LastDiagnosis | None, doc("The last diagnosis; null before the first.")]
-    began_ns: Annotated[int | None, doc("`began_ns` of its first attempt; null if imported files lack it.")]
-    ended_ns: Annotated[int | None, doc("`ended_ns` of its latest attempt; null while it runs, or if files lack it.")]
+    began_ns: Annotated[int | None, doc("Begin as Unix time, in nanoseconds; null if imported files lack it.")]
+    ended_ns: Annotated[int | None, doc("End as Unix time, in nanoseconds; null while it runs, or if files lack it.")]
     duration_ns: Annotated[int, doc("Time from its begin to its last batch, in nanoseconds; of files that they cover.")]
     step_ns: Annotated[int | None, doc("Median of `step_times_ns`, in nanoseconds; null without steps.")]
     steps_per_s: Annotated[float | None, doc("Steps a second at the end of the run; null without steps.")]
