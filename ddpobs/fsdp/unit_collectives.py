@@ -2,7 +2,7 @@
 
 Torch's method is called with the unit's communication object wrapped, as `set_custom_all_gather` would replace it. A
 step has dozens of these calls, and finds the caches full of the training's data: each function that is called on the
-way takes 3 to 5 microseconds. So the usual way, of a collective that is complete when its call returns, has few.
+way takes microseconds. So the usual way, of a collective that is complete when its call returns, has few.
 """
 
 from __future__ import annotations
