@@ -107,8 +107,9 @@ class FullyShardedAttachment:
         self._has_layout = False
         self._stop_listening = recorder.on_backward_end(self._backward_ended)
         _by_root[fully_shard.state_of(model)] = self
+        self._collectives = {id(unit): UnitCollectives(unit, self, self._passes, recorder) for unit in units}
+        _by_unit.update(self._collectives)
         for unit in units:
-            _by_unit[id(unit)] = UnitCollectives(unit, self, self._passes, recorder)
             weakref.finalize(unit, _by_unit.pop, id(unit), None).atexit = False
         self._finalizer = weakref.finalize(model, telemetry.forget, recorder, self._stop_listening)
         self._finalizer.atexit = False
@@ -154,7 +155,7 @@ class FullyShardedAttachment:
         self._has_layout, self._passes.rows = True, len(layout.buckets)
         self._recorder.layout(layout.buckets, "fully_shard")
         for unit, rows in zip(units, layout.rows, strict=True):
-            _by_unit[id(unit)].rows = rows
+            self._collectives[id(unit)].rows = rows
         self._follow_gradients(units)
 
     def backward_ended(self) -> None:

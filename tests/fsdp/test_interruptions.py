@@ -39,6 +39,24 @@ def test_an_attachment_outlives_its_model() -> None:
     assert run_ranks(collected, 2) == [(1, 0), (1, 0)]
 
 
+def attached_inside(rank: int, _size: int) -> list[list[float]]:
+    """Parameters after a training, without telemetry and with it on the model and on one of its blocks."""
+    plain = train_sharded(sharded(), rank, 2)
+    with sending() as sent:
+        model = sharded()
+        attachments = [ddpobs.attach(each, sent.config) for each in (model, model.blocks[0])]
+        recorded = train_sharded(model, rank, 2)
+        for attachment in attachments:
+            assert attachment is not None
+            attachment.detach()
+    return [torch.cat([shard.flatten() for shard in shards]).tolist() for shards in (plain, recorded)]
+
+
+def test_a_block_may_be_attached_beside_its_model() -> None:
+    for plain, recorded in run_ranks(attached_inside, 2):
+        assert plain == recorded
+
+
 def called_inside(_rank: int, _size: int) -> str:
     """Call a unit before its root, which torch refuses."""
     state = _fsdp_state.FSDPState
